@@ -45,10 +45,10 @@ ONLY_IN: dict[str, set[str]] = {
     | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")}
     | FORKS,
     "protocols.butterfly.averager": PEER,
-    "node.network.libp2p": PEER | {"node/session/page_setup.py"},  # reads its byte meter
+    "node.network.libp2p": PEER | {"node/session/page_content.py", "node/session/status_tracker.py"},  # read it
     "node.network.dht": PEER,
     "node.runtime.compute": PEER,
-    "node.runtime.clock": PEER | {"node/session/page_setup.py"},
+    "node.runtime.clock": PEER,
 }
 TEXTS = [
     each

@@ -157,7 +157,13 @@ def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
         lost = [option_name(key) for key in of_machine if SETTINGS[key].only_hf]
         if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
             raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
-        return _run_peer(config, run)
+        from node.session.fatal import FatalPeerError
+        from node.session.shutdown import run_peer
+
+        try:
+            return run_peer(config, run)
+        except FatalPeerError as error:
+            raise CommandError(str(error), error.code) from None
 
 
 @contextmanager
@@ -236,16 +242,6 @@ def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
     if run.hf and mine.model is None:
         raise CommandError("task hf needs a model: name it by the variable NODE_MODEL, or by model in [peer]")
     return run.stages
-
-
-def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:
-    from node.session.fatal import FatalPeerError
-    from node.session.shutdown import run_peer
-
-    try:
-        return run_peer(config, run)
-    except FatalPeerError as error:
-        raise CommandError(str(error), error.code) from None
 
 
 # -- the entry point --------------------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -32,15 +31,18 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageSources:
+class PageSources(Protocol):
     """What the page shows and does."""
 
     incarnation: int  # of the peer
-    status: Callable[[], Mapping[str, Any]]  # the present one, ready for JSON
     feed: EventFeed
-    metrics: Callable[[], bytes]  # in Prometheus's text format
     command: Command
+
+    def values(self) -> Mapping[str, Any]:
+        """Everything of the present moment, ready for JSON."""
+
+    def metrics(self) -> bytes:
+        """In Prometheus's text format."""
 
 
 def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> ASGIApp:
@@ -62,11 +64,12 @@ def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> A
         status = 400 if "error" in answer else 200
         return Response(to_json(answer), status, media_type="application/json")
 
+    stream = EventStream(sources.incarnation, sources.values, sources.feed, stop)
     routes = [
         *_static_routes(),
         Route("/session", session, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
-        Route("/api/stream", EventStream(sources.incarnation, sources.status, sources.feed, stop), methods=["GET"]),
+        Route("/api/stream", stream, methods=["GET"]),
         Route("/api/do", do, methods=["POST"]),
     ]
     return _Guarded(Starlette(routes=routes), rules)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -35,25 +35,43 @@ _SUMS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MachineSample:
-    """Values that are not part of the status."""
+def metrics_text(
+    status: Status,
+    counters: RunCounters,
+    *,
+    info: Mapping[str, str],
+    network_bytes: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    refused: Mapping[str, int] = MappingProxyType({}),
+    restarts: Mapping[str, int] = MappingProxyType({}),
+    temperature_celsius: float = math.nan,
+) -> bytes:
+    """All metrics of a peer, each with the label `run`.
 
-    network_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by direction and class of traffic
-    refused: Mapping[str, int] = field(default_factory=dict)  # by part of the peer
-    restarts: Mapping[str, int] = field(default_factory=dict)  # by process
-    gauges: Mapping[str, float] = field(default_factory=dict)  # by name, with its unit
-
-
-def metrics_text(status: Status, counters: RunCounters, machine: MachineSample, info: Mapping[str, str]) -> bytes:
-    """All metrics of a peer, each with the label `run`. `info`: labels of the constant metric `starling_info`."""
+    `info`: labels of the constant metric `starling_info`. `network_bytes` are by direction and class of traffic,
+    `refused` by part of the peer, `restarts` by process.
+    """
     families = _Families(status.run_id[:12])
     metrics = [
         families.gauge("info", "Constant 1; its labels describe the peer.", [(info, 1.0)]),
         families.gauge("state", "1 for the peer's present state, else 0.", _one_hot(status.state)),
         *_of_status(families, status),
         *_of_rounds(families, counters),
-        *_of_machine(families, machine),
+        families.counter(
+            "network_bytes",
+            "Bytes sent and received, by class of traffic.",
+            [({"direction": way, "class": kind}, float(count)) for (way, kind), count in sorted(network_bytes.items())],
+        ),
+        families.counter(
+            "refused",
+            "Peers, streams and records that were refused.",
+            [({"where": where}, float(count)) for where, count in sorted(refused.items())],
+        ),
+        families.counter(
+            "process_restarts",
+            "How often a process of the peer was replaced.",
+            [({"process": process}, float(count)) for process, count in sorted(restarts.items())],
+        ),
+        families.gauge("temperature_celsius", "Temperature celsius.", [({}, temperature_celsius)]),
     ]
     registry = CollectorRegistry()  # not the global one, which has metrics of this process
     registry.register(_Collected(metrics))
@@ -149,20 +167,6 @@ def _of_rounds(families: _Families, counters: RunCounters) -> Iterator[Metric]:
         yield families.gauge("tasks", "Tasks of the event loop.", [({}, float(last.tasks))])
         longest = "Longest lag of the event loop in the last round."
         yield families.gauge("loop_lag_max_seconds", longest, [({}, last.loop_lag_max_seconds)])
-
-
-def _of_machine(families: _Families, machine: MachineSample) -> Iterator[Metric]:
-    traffic = [
-        ({"direction": direction, "class": kind}, float(count))
-        for (direction, kind), count in sorted(machine.network_bytes.items())
-    ]
-    yield families.counter("network_bytes", "Bytes sent and received, by class of traffic.", traffic)
-    refused = [({"where": where}, float(count)) for where, count in sorted(machine.refused.items())]
-    yield families.counter("refused", "Peers, streams and records that were refused.", refused)
-    restarts = [({"process": process}, float(count)) for process, count in sorted(machine.restarts.items())]
-    yield families.counter("process_restarts", "How often a process of the peer was replaced.", restarts)
-    for name, value in sorted(machine.gauges.items()):
-        yield families.gauge(name, f"{name.replace('_', ' ').capitalize()}.", [({}, value)])
 
 
 def _or_nan(value: float | None) -> float:

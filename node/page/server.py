@@ -47,14 +47,14 @@ def has_page_packages() -> bool:
 class PageServer:
     """The page of a running peer. An async context manager.
 
-    If the page cannot be served, a line tells the user why, and the peer continues without it. `sources` may import
-    packages that only the page needs. The state directory holds the token and the port; `port` is the one to try first,
-    unless the page had another one before. Without `show_token`, as for a log, the user's line does not hold the link.
+    If the page cannot be served, a line tells the user why, and the peer continues without it. The state directory
+    holds the token and the port; `port` is the one to try first, unless the page had another one before. Without
+    `show_token`, as for a log, the user's line does not hold the link.
     """
 
     def __init__(
         self,
-        sources: Callable[[], PageSources],
+        sources: PageSources,
         say: Callable[[str], None],
         *,
         state_dir: Path,
@@ -69,10 +69,11 @@ class PageServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> PageServer:
+        if not has_page_packages():
+            self._say(INSTALL)
+            return self
         try:
             self._start()
-        except ImportError:
-            self._say(INSTALL)
         except (OSError, ValueError) as error:
             self._say(f"web page unavailable; training continues: {getattr(error, 'strerror', None) or error}")
         return self
@@ -91,12 +92,12 @@ class PageServer:
 
         from node.page.app import page_app
 
-        token, sources = load_token(self._state_dir), self._sources()
+        token = load_token(self._state_dir)
         sockets = _listen(last_port(self._state_dir) or self._port, self._port)
         port = sockets[0].getsockname()[1]
         try:
             note_port(self._state_dir, port)
-            app = page_app(sources, AccessRules(port, self._hosts, PageKeys(token)), self._stop)
+            app = page_app(self._sources, AccessRules(port, self._hosts, PageKeys(token)), self._stop)
         except OSError:
             for each in sockets:
                 each.close()

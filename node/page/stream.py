@@ -29,9 +29,9 @@ class EventStream:
     """An ASGI endpoint that streams to at most `MAX_STREAMS` readers at once."""
 
     def __init__(
-        self, incarnation: int, status: Callable[[], Mapping[str, Any]], feed: EventFeed, stop: asyncio.Event
+        self, incarnation: int, values: Callable[[], Mapping[str, Any]], feed: EventFeed, stop: asyncio.Event
     ) -> None:
-        self._incarnation, self._read_status, self._feed, self._stop = incarnation, status, feed, stop
+        self._incarnation, self._values, self._feed, self._stop = incarnation, values, feed, stop
         self._streams = 0
         self._status, self._status_at = b"", 0.0
 
@@ -74,7 +74,7 @@ class EventStream:
         now = asyncio.get_running_loop().time()
         if now - self._status_at > STATUS_SECONDS / 2:
             self._status_at = now
-            self._status = f"event: status\ndata: {to_json(self._read_status())}\n\n".encode()
+            self._status = f"event: status\ndata: {to_json(self._values())}\n\n".encode()
         return self._status
 
     def _event(self, kind: str, number: int, data: Mapping[str, Any]) -> bytes:

@@ -1,10 +1,10 @@
-"""Composes a peer's session in the run that it has entered, and runs it: read `run_session` from top to bottom."""
+"""Composes a peer's session in the run that it has entered, and what runs beside it: read `open_session`."""
 
 from __future__ import annotations
 
-import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -40,7 +40,6 @@ from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.journal import Journal
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
-from node.ui.status_tracker import OuterLoopSources
 from protocols.aio import Gate, task_group
 from protocols.base import ClosingAverager, Host, Layout
 from protocols.blobs.parts import LEAST_ROUNDS, PartCache, PartStore
@@ -58,7 +57,8 @@ KEEP_CHECKPOINTS = 2
 """Checkpoints for which a peer keeps at least the reduced parts since: a joiner that fetches one needs them."""
 
 
-async def run_session(
+@asynccontextmanager
+async def open_session(
     peer: PeerProcesses,
     *,
     manifest: Manifest,
@@ -69,12 +69,11 @@ async def run_session(
     unanswered: Sequence[str],
     on_fatal: Callable[[str], None],
     is_leaving: Callable[[], bool],
-    on_built: Callable[[PeerSession], None],
-) -> None:
-    """Build the session, and run it until the run is over or this peer leaves.
+) -> AsyncIterator[PeerSession]:
+    """Build the session, and keep up what runs beside it until the context ends.
 
     `info` is what joiners get of the run. `entrance` led to this peer's stage; None without stages. `unanswered` are
-    multiaddrs that the user gave and where no peer answered. `on_built` gets the session before it begins.
+    multiaddrs that the user gave and where no peer answered.
     """
     config, state, tracker, view, run = peer.config, peer.state, peer.tracker, peer.view, manifest.config
     key = start.chain.head.key
@@ -83,7 +82,6 @@ async def run_session(
     extra = extra_elements(layout)
     not_sent = feedback(codec(run.codec), sum(layout.sizes()), peer.compute, extra)
     membership = _membership(peer, history, entrance, unanswered, on_fatal)
-    tracker.join_swarm(history, membership)
     async with (
         DhtDirectory(peer.transport, state.identity, peer.clock, key.run, membership.offset_seconds) as directory,
         ScratchSpace(state.path, peer.disk) as scratch,
@@ -121,18 +119,15 @@ async def run_session(
             not_sent=not_sent,
         )
         journal = Journal(state.rounds)
-        tracker.start_outer_loop(
-            OuterLoopSources(
-                journal,
-                loop.waiting_for,
-                sync.sync_progress.progress,
-                lambda: checkpoints.age_seconds(peer.clock.wall()),
-                lambda: [pid for pid in (os.getpid(), worker.pid, peer.transport.daemon_pid) if pid],
-                waiting_reason=pipeline.waiting_reason if pipeline else str,
-                worker_restarts=lambda: worker.restarts,
-                joiners=lambda: sync.joiners,
-                checkpoint_problem=lambda: checkpoints.problem,
-            )
+        tracker.enter_session(
+            history=history,
+            membership=membership,
+            loop=loop,
+            sync=sync,
+            worker=worker,
+            pipeline=pipeline,
+            checkpoints=checkpoints,
+            journal=journal,
         )
         await resume.restore(start, loop, trainer, checkpoints)
         BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign)
@@ -169,18 +164,17 @@ async def run_session(
             await loop.keep()
             await checkpoints.published()
 
-        on_built(session)
+        beside = [
+            discover(membership, directory, peer.me.peer, tracker.addresses),
+            peer.pauses.run(),
+            MachineMonitor(machine_rules(config), peer.files, peer.pauses.wish, peer.limits.quota).run(),
+            SleepGuard(save).run(),
+        ]
+        if config.addresses_file:
+            beside.append(keep_addresses_file(config.addresses_file, tracker.addresses, peer.files, view.say))
         async with task_group() as group:
-            beside = [
-                discover(membership, directory, peer.me.peer, tracker.addresses),
-                peer.pauses.run(),
-                MachineMonitor(machine_rules(config), peer.files, peer.pauses.wish, peer.limits.quota).run(),
-                SleepGuard(save).run(),
-            ]
-            if config.addresses_file:
-                beside.append(keep_addresses_file(config.addresses_file, tracker.addresses, peer.files, view.say))
             helpers = [group.create_task(each) for each in beside]
-            await session.run()
+            yield session
             for each in helpers:
                 each.cancel()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from node.config.derived import stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
@@ -20,15 +21,17 @@ from node.network.daemon import DaemonError
 from node.reporting.status import EventSink, Status, join_command, narrow
 from node.runtime.clock import monotonic_seconds
 from node.runtime.identity import IdentityError, verify
-from node.session.build import run_session
+from node.session.build import open_session
 from node.session.fatal import NO_RESULT, NO_WORKER, REPLACED, FatalPeerError
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance, require_stage
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
-from node.ui.status_tracker import RunLabels
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+
+Entered: TypeAlias = tuple[RemoteTrainer, AbstractAsyncContextManager[PeerSession]]
+"""This peer's worker, and its session in the run, to be opened."""
 
 
 class Peer:
@@ -72,7 +75,7 @@ class Peer:
         """Join or start a run, train and leave; returns the process's exit code, or raises `FatalPeerError`."""
         me = asyncio.current_task()
         try:
-            self._main = asyncio.create_task(self._run_processes())
+            self._main = asyncio.create_task(self._take_part())
             await self._main
         except asyncio.CancelledError:
             if me is None or me.cancelling() or not (self._finishing or self._failure):
@@ -107,55 +110,63 @@ class Peer:
             self._no_worker = why
             self._on_asked("there is no worker any more")
 
-    async def _run_processes(self) -> None:
-        if line := self._selector.over(self._state, self._wanted):
+    async def _take_part(self) -> None:
+        """Find the run and train in it, until it is over or this peer leaves."""
+        processes, selector = self._processes, self._selector
+        if line := selector.over(self._state, self._wanted):
             return self._end(line)
-        async with self._processes.running(self._selector.judge, self._on_asked):
-            await self._enter_run()
+        async with processes.running(selector.judge, self._on_asked), AsyncExitStack() as stack:
+            run = await self._find_run()
+            if run and (line := selector.is_over(self._state, run)):
+                return self._end(line)
+            worker, opening = await (self._join_run(run, stack) if run else self._start_run(stack))
+            async with opening as session:
+                self._session = session
+                await session.run()
+            if worker.restarts:
+                times = "once" if worker.restarts == 1 else f"{worker.restarts} times"
+                self._say(f"{REPLACED} {times}, at last because of this: {worker.last_failure}")
+            self._no_result = session.outcome.failure(worker.last_failure)
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
-    async def _enter_run(self) -> None:
-        """Join the run that an address leads to, else resume the one in the state directory, else start one."""
+    async def _find_run(self) -> RunInfo | None:
+        """The run that an address leads to, else the one in the state directory; None if this peer is to start one."""
         state, selector = self._state, self._selector
         held = selector.held(state, self._wanted)
         if addresses := selector.addresses(state):
             self._tracker.set_state("joining", asks(addresses))
-            run = await selector.ask(self._processes.bootstrap, state, addresses, held)
-            if line := selector.is_over(state, run):
-                return self._end(line)
-            await self._join_run(run)
-        elif held and held.has_state:
-            await self._join_run(selector.resume_held(held))
-        else:
-            if not self._config.new:
-                resume.require_none(state)
-            await self._start_run()
+            return await selector.ask(self._processes.bootstrap, state, addresses, held)
+        if held and held.has_state:
+            return selector.resume_held(held)
+        if not self._config.new:
+            resume.require_none(state)
+        return None
 
-    async def _join_run(self, run: RunInfo) -> None:
+    async def _join_run(self, run: RunInfo, stack: AsyncExitStack) -> Entered:
         """Take part in a run that another peer or an earlier incarnation of this one started."""
-        manifest, state, me, disk = unseal(run.sealed, verify), self._state, self._processes.me, self._processes.disk
+        manifest, state, processes = unseal(run.sealed, verify), self._state, self._processes
         require_stage(manifest, self._config.stage)
         await self._claim_state_dir(manifest, run)
         entrance = await self._enter_stage(manifest)
         stage = entrance.seat.stage if entrance else 0
-        self._processes.limits.join_run(manifest, stage)
-        async with AsyncExitStack() as stack:
-            try:
-                start = await self._load_restart_point(manifest, entrance)
-                sample = state.sample if run.sample and not stage else None
-                values = None
-                if manifest.stages:
-                    values = stage_values(manifest.config, manifest.bounds, manifest.elements[stage], stage, me)
-                spec = worker_spec(manifest.config, self._config, start.data.seed, sample, values, manifest.model)
-                worker = await stack.enter_async_context(self._worker(spec))
-                manifest.require_layout(worker.layout, stage)
-            except (WorkerError, ManifestError, ConfigError):  # this machine cannot train it
-                await disk.run(state.withdraw, 0)
-                raise
-            await self._run_session(manifest, run, start, worker, entrance)
+        processes.limits.enter_run(manifest, stage)
+        try:
+            start = await self._load_restart_point(manifest, entrance)
+            sample = state.sample if run.sample and not stage else None
+            values = None
+            if manifest.stages:
+                elements = manifest.elements[stage]
+                values = stage_values(manifest.config, manifest.bounds, elements, stage, processes.me)
+            spec = worker_spec(manifest.config, self._config, start.data.seed, sample, values, manifest.model)
+            worker = await stack.enter_async_context(self._worker(spec))
+            manifest.require_layout(worker.layout, stage)
+        except (WorkerError, ManifestError, ConfigError):  # this machine cannot train it
+            await processes.disk.run(state.withdraw, 0)
+            raise
+        return worker, self._open_session(manifest, run, start, worker, entrance)
 
-    async def _start_run(self) -> None:
+    async def _start_run(self, stack: AsyncExitStack) -> Entered:
         """Start a run. This peer draws the initial state, which all others download or, with stages, draw as well."""
         config, processes = self._wanted, self._processes
         if config is None:
@@ -170,20 +181,20 @@ class Peer:
             plan = await processes.compute.run(partial(plan_stages, config, monotonic_seconds), 1 << 30)
             for line in (*plan.table.splitlines(), *plan.advice(config)):
                 self._say(line)
-        me = processes.me
+        me, identity = processes.me, self._state.identity
         values = stage_values(config, plan.bounds, plan.elements[0], 0, me) if plan else None
         spec = worker_spec(config, self._config, stream_seed(me), stage=values)
-        async with self._worker(spec) as worker:
-            now, identity = processes.clock.wall(), self._state.identity
-            manifest, run = await found_run(
-                config, worker, me=me, identity=identity, created=now, compute=processes.compute, plan=plan
-            )
-            await self._claim_state_dir(manifest, run)
-            entrance = await self._enter_stage(manifest, founding=True)
-            processes.limits.enter_run(manifest, 0)
-            self._announce_run(manifest)
-            start = await self._load_restart_point(manifest, entrance)
-            await self._run_session(manifest, run, start, worker, entrance)
+        worker = await stack.enter_async_context(self._worker(spec))
+        now, compute = processes.clock.wall(), processes.compute
+        manifest, run = await found_run(
+            config, worker, me=me, identity=identity, created=now, compute=compute, plan=plan
+        )
+        await self._claim_state_dir(manifest, run)
+        entrance = await self._enter_stage(manifest, founding=True)
+        processes.limits.enter_run(manifest, 0, founding=True)
+        self._announce_run(manifest)
+        start = await self._load_restart_point(manifest, entrance)
+        return worker, self._open_session(manifest, run, start, worker, entrance)
 
     async def _enter_stage(self, manifest: Manifest, founding: bool = False) -> StageEntrance | None:
         """Find this peer's stage, in its directory or by asking another peer; None in a run without stages."""
@@ -197,10 +208,10 @@ class Peer:
             self._tracker.set_state("joining", "asking which stage this peer works in")
             met = processes.bootstrap.met
             await entrance.enter(processes.me, wanted, processes.transport, lambda: met, self._say)
-        stage, stages = entrance.seat.stage, len(manifest.stages)
+        stage = entrance.seat.stage
         if not founding:
-            self._say(f"this peer is in stage {stage} (of 0 to {stages - 1})")
-        self._tracker.enter_stage(stage, stages)
+            self._say(f"this peer is in stage {stage} (of 0 to {len(manifest.stages) - 1})")
+        self._tracker.stage = stage
         return entrance
 
     def _announce_run(self, manifest: Manifest) -> None:
@@ -221,11 +232,10 @@ class Peer:
 
     async def _claim_state_dir(self, manifest: Manifest, run: RunInfo) -> None:
         """Assign the state directory and the status to this run."""
-        state, config = self._state, manifest.config
+        state = self._state
         begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
         await self._processes.disk.run(begin, 0)
-        rounds = config.recipe.rounds
-        self._tracker.enter_run(RunLabels(config.name, manifest.run_id, config.consent_task, config.protocol, rounds))
+        self._tracker.enter_run(manifest)
 
     async def _load_restart_point(self, manifest: Manifest, entrance: StageEntrance | None) -> resume.RestartPoint:
         """Load the state from which this peer starts, and show that at once: the worker takes seconds to start."""
@@ -239,34 +249,22 @@ class Peer:
             self._say(line)
         return start
 
-    async def _run_session(
+    def _open_session(
         self,
         manifest: Manifest,
         run: RunInfo,
         start: resume.RestartPoint,
         worker: RemoteTrainer,
         entrance: StageEntrance | None,
-    ) -> None:
-        """Run a session until the run is over or this peer leaves."""
-
-        def on_built(session: PeerSession) -> None:
-            self._session = session
-
-        selector = self._selector
-        await run_session(
+    ) -> AbstractAsyncContextManager[PeerSession]:
+        return open_session(
             self._processes,
             manifest=manifest,
             info=run,
             start=start,
             worker=worker,
             entrance=entrance,
-            unanswered=selector.given(self._processes.bootstrap) if selector.alone else (),
+            unanswered=self._selector.given(self._processes.bootstrap) if self._selector.alone else (),
             on_fatal=self._fail,
             is_leaving=lambda: self._finishing,
-            on_built=on_built,
         )
-        if worker.restarts:
-            times = "once" if worker.restarts == 1 else f"{worker.restarts} times"
-            self._say(f"{REPLACED} {times}, at last because of this: {worker.last_failure}")
-        if self._session:
-            self._no_result = self._session.outcome.failure(worker.last_failure)

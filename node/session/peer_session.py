@@ -18,9 +18,9 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink
+from node.session.status_tracker import StatusTracker
 from node.storage.statedir import StateDir
 from node.training.process import WorkerError
-from node.ui.status_tracker import StatusTracker
 from protocols.aio import task_group
 from protocols.base import Compute, Outcome
 from protocols.sync.chain_sync import ChainSync

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from node.config.peer_config import PeerConfig
 from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
-from node.network.address_scope import shareable
 from node.network.libp2p import LibP2PTransport
+from node.page.server import PageServer
+from node.reporting.event_feed import EventFeed, RunCounters
 from node.reporting.status import EventSink
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
-from node.runtime.metrics import LoopLag
 from node.runtime.proxies import dialled_directly
-from node.session.page_setup import PageSetup
+from node.session.page_content import PageContent
 from node.session.pausing import PauseController
+from node.session.status_tracker import StatusTracker
 from node.session.traffic_limits import TrafficLimits
 from node.storage.statedir import StateDir
-from node.ui.control import ControlServer, PeerCommands
-from node.ui.status_tracker import StatusTracker
+from node.ui.control import Command, ControlServer
 from protocols.base import Member
 from protocols.streams.framing import BULK_METHODS
 
@@ -33,20 +35,18 @@ class PeerProcesses:
     transport: LibP2PTransport
     bootstrap: BootstrapClient
     pauses: PauseController
-    lag: LoopLag
-    compute: ThreadCompute
-    disk: ThreadCompute
-    """Reads and writes the state directory."""
-    files: ThreadCompute
-    """Reads and writes what must not wait for a checkpoint: files with addresses, settings, the quota."""
 
     def __init__(self, config: PeerConfig, state: StateDir, view: EventSink) -> None:
         self.config, self.state, self.clock = config, state, WallClock()
         self.me = Member(state.identity.peer_id, state.incarnation)
-        self.limits = TrafficLimits(config, self.clock.wall)
-        self.tracker = StatusTracker(config.nickname, self.me, self.limits.describe)
-        self._page = PageSetup(config, self.tracker, view)
-        self.view = self._page.feed
+        self.compute = ThreadCompute()
+        self.disk = ThreadCompute()  # reads and writes the state directory
+        # Reads and writes what must not wait for a checkpoint: files with addresses, settings, the quota.
+        self.files = ThreadCompute()
+        self.limits = TrafficLimits(config, self.clock.wall, state.path, self.files)
+        self.tracker = StatusTracker(config.nickname, self.me, self.limits, self.clock)
+        self._terminal, self._counters = view, RunCounters()
+        self.view = EventFeed((view, self._counters), self.clock.wall)
 
     @asynccontextmanager
     async def running(self, judge: Callable[[RunInfo], None], on_asked: Callable[..., None]) -> AsyncIterator[None]:
@@ -67,32 +67,74 @@ class PeerProcesses:
             direct_port=0 if config.direct_port == "off" else config.direct_port,
             traffic=self.limits.traffic,
         )
-        pauses = self.pauses = PauseController(state.path, self.clock, say)
-        tracker.set_pauses(lambda: pauses.reason)
+        tracker.pauses = self.pauses = PauseController(state.path, self.clock, say)
+        command = partial(carry_out, finish=on_asked, pauses=self.pauses, limits=self.limits)
         async with (
-            LoopLag() as self.lag,
-            ThreadCompute() as self.compute,
-            ThreadCompute() as self.disk,
-            ThreadCompute() as files,
+            tracker.lag,
+            self.compute,
+            self.disk,
+            self.files,
+            ControlServer(state.path, tracker.status, command),
+            self.limits.kept(say, on_asked),
+            libp2p as self.transport,
+            self._bootstrap_client(judge) as self.bootstrap,
+            self._page(command) if config.page else nullcontext(),
         ):
-            self.files = files
-            commands = PeerCommands(on_asked, pauses, partial(self.limits.change, state.path, files))
-            async with (
-                ControlServer(state.path, tracker.status, commands),
-                self.limits.kept(state.path, files, say, on_asked),
-                libp2p as transport,
-                self._bootstrap_client(transport, judge) as self.bootstrap,
-                self._page.server(state, transport, commands.carry_out) if config.page else nullcontext(),
-            ):
-                self.transport = transport
-                await self.disk.run(partial(state.listens, config.listen, transport.listening), 0)
-                addresses = lambda: shareable(transport.addresses) or transport.addresses  # noqa: E731
-                tracker.set_network(addresses, self.lag, lambda: transport.routes)
-                yield
+            await self.disk.run(partial(state.listens, config.listen, libp2p.listening), 0)
+            tracker.transport = libp2p
+            yield
 
-    def _bootstrap_client(self, transport: LibP2PTransport, judge: Callable[[RunInfo], None]) -> BootstrapClient:
+    def _bootstrap_client(self, judge: Callable[[RunInfo], None]) -> BootstrapClient:
+        transport = self.transport
+
         async def read(path: Path) -> AddressLine | str:
             return await self.files.run(partial(read_addresses, transport.me, path), 0)
 
         ask = partial(ask_run, transport)
         return BootstrapClient(transport.connect, ask, judge, self.view.say, read, dialled_directly())
+
+    def _page(self, command: Command) -> PageServer:
+        config, state = self.config, self.state
+        content = PageContent(
+            config,
+            self.transport,
+            incarnation=state.incarnation,
+            tracker=self.tracker,
+            feed=self.view,
+            counters=self._counters,
+            command=command,
+            clock=self.clock,
+        )
+        return PageServer(
+            content,
+            self._terminal.say,  # the link holds the token: it must not get into the page itself, nor into a log
+            state_dir=state.path,
+            port=config.page_port,
+            hosts=config.page_hosts,
+            show_token=sys.stderr.isatty(),
+        )
+
+
+async def carry_out(
+    request: Mapping[str, Any], finish: Callable[[], None], pauses: PauseController, limits: TrafficLimits
+) -> Mapping[str, object]:
+    """Carry out a request of the control socket or the page, a JSON object that names the command by `do`.
+
+    The answer has `ok` and, with it, a `line` for the user; or `error` if the request is unknown.
+    """
+    try:
+        match request:
+            case {"do": "finish"}:
+                finish()
+                return {"ok": True}
+            case {"do": "pause", "until": None | int() | float() as until, "after_round": bool(after)}:
+                return {"ok": True, "line": pauses.pause("", until, after)}
+            case {"do": "resume"}:
+                return {"ok": True, "line": pauses.resume()}
+            case {"do": "set", "name": str(name), "value": str(value)}:
+                return {"ok": True, "line": await limits.change(name, value)}
+    except ValueError as error:
+        return {"ok": False, "line": str(error)}
+    except OverflowError:  # an integer that is too large for a float
+        return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
+    return {"error": 'ask {"do": …} with "status", "finish", "pause", "resume" or "set"'}

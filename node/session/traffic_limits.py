@@ -28,10 +28,13 @@ _ROUND_VECTORS = 4
 
 
 class TrafficLimits:
-    """Holds the traffic of one peer, and its limits."""
+    """Holds the traffic of one peer, and its limits.
 
-    def __init__(self, config: PeerConfig, wall: Callable[[], float]) -> None:
-        self._config = config
+    `files` must not be what writes checkpoints: a long one would delay the quota's counts.
+    """
+
+    def __init__(self, config: PeerConfig, wall: Callable[[], float], directory: Path, files: Compute) -> None:
+        self._config, self._directory, self._files = config, directory, files
         self._manifest: Manifest | None = None
         self._stage = 0
         self._changing = asyncio.Lock()
@@ -41,18 +44,14 @@ class TrafficLimits:
         )
         self.traffic = Traffic(upload, download, self.quota)
 
-    def join_run(self, manifest: Manifest, stage: int) -> None:
-        """Check that the limits suit a run of others, and note it.
+    def enter_run(self, manifest: Manifest, stage: int, founding: bool = False) -> None:
+        """Note which run this peer takes part in.
 
-        Raises:
-            ConfigError: the caps are too low for the run.
-            FatalPeerError: not enough of the quota is left for a round.
+        Raises ConfigError if its caps are too low for a run of others, FatalPeerError if the quota does not last for a
+        round.
         """
-        check_caps(manifest, self._config, stage)
-        self.enter_run(manifest, stage)
-
-    def enter_run(self, manifest: Manifest, stage: int) -> None:
-        """Note which run this peer takes part in; raises `FatalPeerError` if the quota does not last for a round."""
+        if not founding:
+            check_caps(manifest, self._config, stage)
         self._manifest, self._stage = manifest, stage
         if self.quota:
             self.quota.margin_bytes = _ROUND_VECTORS * vector_bytes(manifest, stage)
@@ -78,12 +77,12 @@ class TrafficLimits:
         """What this peer may declare as its bandwidth now, bytes/s."""
         return self._config.claim_bytes_per_second
 
-    async def change(self, directory: Path, files: Compute, name: str, text: str) -> str:
+    async def change(self, name: str, text: str) -> str:
         """Change a setting from now on, and keep it in the state directory. Returns a line for the user.
 
-        Raises:
-            ValueError: there is no such setting, its value is bad or too low for the run, or it cannot be kept.
+        Raises ValueError if there is no such setting, its value is bad or too low for the run, or it cannot be kept.
         """
+        directory, files = self._directory, self._files
         async with self._changing:  # else the second of two changes at once would undo the first
             config = with_setting(self._config, name, text)
             if self._manifest:
@@ -102,21 +101,16 @@ class TrafficLimits:
         return line
 
     @asynccontextmanager
-    async def kept(
-        self, directory: Path, files: Compute, say: Callable[[str], None], leave: Callable[[str], None]
-    ) -> AsyncIterator[None]:
+    async def kept(self, say: Callable[[str], None], leave: Callable[[str], None]) -> AsyncIterator[None]:
         """Keep the quota's counts in the state directory. When it is exhausted, `node.machine.rules` pauses the peer.
 
-        `files` must not be what writes checkpoints: a long one would delay the counts.
-
-        Raises:
-            FatalPeerError: the quota is exhausted already, or its file cannot be read or written.
+        Raises `FatalPeerError` if it is exhausted already, or its file cannot be read or written.
         """
-        quota = self.quota
+        quota, files = self.quota, self._files
         if quota is None:
             yield
             return
-        file = directory / QUOTA_FILE
+        file = self._directory / QUOTA_FILE
         try:
             quota.load(await files.run(partial(_read, file), 0))
             self._require_quota()
@@ -127,7 +121,7 @@ class TrafficLimits:
             lambda: say(f"nine tenths of the quota are used: {quota.describe()}"),
             lambda: say(f"quota used up; paused until {quota.until()} ({quota.describe()})"),
         )
-        keeper = asyncio.create_task(self._keep(quota, file, files, leave))
+        keeper = asyncio.create_task(self._keep(quota, file, leave))
         try:
             yield
         finally:
@@ -136,7 +130,7 @@ class TrafficLimits:
             with suppress(OSError):
                 await files.run(partial(write_atomically, file, quota.final()), 0)
 
-    async def _keep(self, quota: ByteQuota, file: Path, files: Compute, leave: Callable[[str], None]) -> None:
+    async def _keep(self, quota: ByteQuota, file: Path, leave: Callable[[str], None]) -> None:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
@@ -144,7 +138,7 @@ class TrafficLimits:
             quota.turn()
             if quota.changed.is_set():
                 try:
-                    await files.run(partial(write_atomically, file, quota.store()), 0)
+                    await self._files.run(partial(write_atomically, file, quota.store()), 0)
                 except OSError as error:
                     return leave(f"the quota cannot be counted: {file}: {error.strerror or error}")
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from node.network.daemon import DaemonError
 from node.network.sockets import socket_directory
@@ -22,56 +22,6 @@ from node.reporting.status import Status, to_json
 from node.runtime.directories import user_directory
 from node.runtime.locks import hold
 from node.storage.json_file import read_json, replace_private
-
-_UNKNOWN = 'ask {"do": …} with "status", "finish", "pause", "resume" or "set"'
-
-
-Command: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]]
-"""Carries out a request, and returns the answer; see `PeerCommands.carry_out`."""
-
-
-class Pauses(Protocol):
-    """What the commands ask of `node.session.pausing.PauseController`."""
-
-    def pause(self, cause: str = "", until: float | None = None, after_round: bool = False) -> str: ...
-
-    def resume(self) -> str: ...
-
-
-class PeerCommands:
-    """Carries out requests. A request is a JSON object that names the command by `do`, and so is the answer.
-
-    `change` changes a setting, given its name and value. It returns a line for the user, or raises ValueError with one.
-    """
-
-    def __init__(
-        self,
-        finish: Callable[[], None],
-        pauses: Pauses | None = None,
-        change: Callable[[str, str], Awaitable[str]] | None = None,
-    ) -> None:
-        self._finish, self._pauses, self._change = finish, pauses, change
-
-    async def carry_out(self, request: Mapping[str, Any]) -> Mapping[str, object]:
-        """Carry out a request. The answer has `ok` and, with it, a `line` for the user; or `error` if it is unknown."""
-        pauses = self._pauses
-        try:
-            match request:
-                case {"do": "finish"}:
-                    self._finish()
-                    return {"ok": True}
-                case {"do": "pause", "until": None | int() | float() as until, "after_round": bool(after)} if pauses:
-                    return {"ok": True, "line": pauses.pause("", until, after)}
-                case {"do": "resume"} if pauses:
-                    return {"ok": True, "line": pauses.resume()}
-                case {"do": "set", "name": str(name), "value": str(value)} if self._change:
-                    return {"ok": True, "line": await self._change(name, value)}
-        except ValueError as error:
-            return {"ok": False, "line": str(error)}
-        except OverflowError:  # an integer that is too large for a float
-            return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
-        return {"error": _UNKNOWN}
-
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +31,9 @@ MAX_ANSWER_BYTES = 1 << 22
 MAX_CLIENTS = 4
 MAX_HOMES = 1000
 SERVE_SECONDS = 5.0
+
+Command: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object]]]
+"""Carries out a request, and returns the answer; see `node.session.processes.carry_out`."""
 
 
 class ControlUnavailable(Exception):
@@ -93,9 +46,9 @@ class ControlServer:
     If the socket cannot be opened, that is logged, and the peer continues without one.
     """
 
-    def __init__(self, state_dir: Path, status: Callable[[], Status], commands: PeerCommands) -> None:
+    def __init__(self, state_dir: Path, status: Callable[[], Status], command: Command) -> None:
         self._file = state_dir / FILE
-        self._status, self._commands = status, commands
+        self._status, self._command = status, command
         self._clients: set[asyncio.Task[None]] = set()
         self._exit = ExitStack()
         self._server: asyncio.Server | None = None
@@ -149,8 +102,8 @@ class ControlServer:
             case {"do": "status"}:
                 return to_json(self._status())
             case dict():
-                return to_json(await self._commands.carry_out(request))
-        return to_json(await self._commands.carry_out({}))
+                return to_json(await self._command(request))
+        return to_json(await self._command({}))
 
 
 async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> dict[str, Any]:

@@ -68,13 +68,15 @@ def training(page: ScriptedPage) -> None:
     page.show(
         rss_bytes=1_234_000_000, checkpoint_age_seconds=190.0, nickname="ada", run="starling", protocol="butterfly"
     )
-    page.extras = replace(
-        page.extras,
-        network_bytes={"round": {"upload": 1_450_000_000, "download": 1_500_000_000}, "control": {"upload": 3_000_000}},
-        peer_bytes={f"12D3KooW{number:06d}": (480_000_000, 510_000_000) for number in range(3)},
-        cpu_cores=1.7,
-        temperature_celsius=61.0,
-    )
+    page.extras |= {
+        "network_bytes": {
+            "round": {"upload": 1_450_000_000, "download": 1_500_000_000},
+            "control": {"upload": 3_000_000},
+        },
+        "peer_bytes": {f"12D3KooW{number:06d}": (480_000_000, 510_000_000) for number in range(3)},
+        "cpu_cores": 1.7,
+        "temperature_celsius": 61.0,
+    }
     rounds(page, 0, ROUNDS - 1)
     page.feed.say("laptop-2 is here")
     page.feed.say("checkpoint of round 60 written")

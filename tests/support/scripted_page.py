@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -12,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from node.page.app import PageSources
 from node.page.keys import page_link
-from node.page.prometheus import MachineSample, metrics_text
+from node.page.prometheus import metrics_text
 from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed, RunCounters
 from node.reporting.status import Status
-from node.session.page_setup import PageExtras, page_values
+from node.session.page_content import CONTROLS, of_status
 from tests.support.status_examples import STATUS
 
 
@@ -32,8 +32,17 @@ class ScriptedPage:
     said: list[str] = field(default_factory=list)
     asked: list[Mapping[str, Any]] = field(default_factory=list)
     counters: RunCounters = field(default_factory=RunCounters)
-    extras: PageExtras = field(
-        default_factory=lambda: PageExtras(1_700_000_000.0, "1.0", {"upload": 5e5, "download": 2.5e5})
+    extras: dict[str, Any] = field(
+        default_factory=lambda: {
+            "time": 1_700_000_000.0,
+            "version": "1.0",
+            "bytes_per_second": {"upload": 5e5, "download": 2.5e5},
+            "network_bytes": {},
+            "peer_bytes": {},
+            "cpu_cores": math.nan,
+            "temperature_celsius": math.nan,
+            "controls": CONTROLS,
+        }
     )
     time: float = 1_700_000_000.0
 
@@ -59,24 +68,27 @@ class ScriptedPage:
     def link_at(self, host: str) -> str:
         return page_link(self.port, self.token).replace("127.0.0.1", host)
 
-    async def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
+    async def command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
         self.asked.append(request)
         return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
 
-    def _sources(self) -> PageSources:
-        sample = MachineSample({("upload", "round"): 7}, {"streams": 3}, {"p2pd": 1})
-        return PageSources(
-            incarnation=self.incarnation,
-            status=lambda: page_values(self.status, self.extras),
-            feed=self.feed,
-            metrics=lambda: metrics_text(self.status, self.counters, sample, {"version": "1.0"}),
-            command=self._command,
+    def values(self) -> Mapping[str, Any]:
+        return {**self.extras, **of_status(self.status)}
+
+    def metrics(self) -> bytes:
+        return metrics_text(
+            self.status,
+            self.counters,
+            info={"version": "1.0"},
+            network_bytes={("upload", "round"): 7},
+            refused={"streams": 3},
+            restarts={"p2pd": 1},
         )
 
     @asynccontextmanager
     async def serving(self, port: int = 7717, **more: Any) -> AsyncIterator[ScriptedPage]:
         """Serve the page until the context ends."""
-        async with PageServer(self._sources, self.said.append, state_dir=self.directory, port=port, **more):
+        async with PageServer(self, self.said.append, state_dir=self.directory, port=port, **more):
             yield self
 
     async def ask(self, path: str, *headers: str, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:

@@ -9,8 +9,10 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from node.config.peer_sources import load_peer
 from node.membership.handshake import LocalPeer
 from node.membership.membership import Membership
 from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
@@ -19,13 +21,14 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
-from node.runtime.metrics import LoopLag
+from node.runtime.clock import WallClock
 from node.session.discovery import discover
 from node.session.peer_session import PeerSession
+from node.session.status_tracker import StatusTracker
+from node.session.traffic_limits import TrafficLimits
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
-from node.ui.status_tracker import OuterLoopSources, StatusTracker
 from protocols.aio import run_with_helper
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.blobs.parts import PartCache
@@ -91,19 +94,21 @@ class View:
         self.on_report(report)
 
 
+def status_tracker(me: Member) -> StatusTracker:
+    """That of a peer without limits on its traffic."""
+    limits = TrafficLimits(load_peer({}, {}, None), lambda: 1e9, Path(), SimCompute())
+    return StatusTracker(me.peer, me, limits, WallClock())
+
+
 class SessionPeer:
     """One peer with everything that a session needs."""
 
     def __init__(self, cluster: SessionCluster, name: PeerId, step_seconds: float, **limits: Any) -> None:
-        self.cluster, self.name, self.view, self.status_tracker = (
-            cluster,
-            name,
-            View(),
-            StatusTracker(name, Member(name)),
-        )
+        self.cluster, self.name, self.view, self.status_tracker = cluster, name, View(), status_tracker(Member(name))
         transport = cluster.network.join(name)
-        me, clock, lag, state = Member(name), SimClock(), LoopLag(), StateDir.open(cluster.path / name)
-        self.status_tracker.set_network(lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",), lag)
+        me, clock, state = Member(name), SimClock(), StateDir.open(cluster.path / name)
+        libp2p: Any = SimpleNamespace(addresses=(f"/ip4/10.0.0.1/tcp/1/p2p/{name}",), routes={}, daemon_pid=None)
+        self.status_tracker.transport = libp2p
         history = self.history(me)
         local = LocalPeer(me, RUN, len(cluster.peers), f"nick-{name}", tuple, lambda: history.head.key.round)
         members = self.members = Membership(
@@ -113,7 +118,6 @@ class SessionPeer:
             signer=SimSigner(name, 1),
             wanted=lambda: [member.peer for member in history.head.roster if member != me],
         )
-        self.status_tracker.join_swarm(history, members)
         members.add_candidate(cluster.founders[0].peer)
         directory = Directory(cluster.entries, name, clock, DirectoryFaults())
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
@@ -121,8 +125,18 @@ class SessionPeer:
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(cluster.peers), tokens_per_step=256), STEPS, step_seconds)
         self.outer_loop, sync = self.stack(host, settings)
         journal = Journal(state.rounds)
-        sources = OuterLoopSources(journal, self.outer_loop.waiting_for, sync.sync_progress.progress)
-        self.status_tracker.start_outer_loop(sources)
+        worker: Any = SimpleNamespace(pid=None, restarts=0)
+        checkpoints: Any = SimpleNamespace(age_seconds=lambda wall: None, problem="")
+        self.status_tracker.enter_session(
+            history=history,
+            membership=members,
+            loop=self.outer_loop,
+            sync=sync,
+            worker=worker,
+            pipeline=None,
+            checkpoints=checkpoints,
+            journal=journal,
+        )
         self.state, self.directory = state, directory
 
         def on_report(report: RoundReport) -> None:

@@ -24,13 +24,12 @@ from node.session.peer_session import (
     SessionOutcome,
 )
 from node.training.process import WorkerError
-from node.ui.status_tracker import StatusTracker
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import DirectoryFaults, SimClock
 from tests.support.long import long
-from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View
+from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View, status_tracker
 from tests.support.simulated import on_virtual_time
 from tests.support.waiting import now, until
 
@@ -279,7 +278,7 @@ async def lingered(
         state=unused,
         disk=unused,
         wall=unused,
-        status_tracker=StatusTracker("me", Member("me")),
+        status_tracker=status_tracker(Member("me")),
         view=View(),
         on_report=unused,
         run_rounds=5,

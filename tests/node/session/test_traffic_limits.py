@@ -21,10 +21,10 @@ class SlowFiles:
 
 
 async def test_two_changes_at_once_both_hold(tmp_path: Path) -> None:
-    limits = TrafficLimits(load_peer({}, {}, None), lambda: 1e9)
+    limits = TrafficLimits(load_peer({}, {}, None), lambda: 1e9, tmp_path, SlowFiles())
     await asyncio.gather(
-        limits.change(tmp_path, SlowFiles(), "upload-limit", "1MB"),
-        limits.change(tmp_path, SlowFiles(), "download-limit", "2MB"),
+        limits.change("upload-limit", "1MB"),
+        limits.change("download-limit", "2MB"),
     )
     assert (limits.traffic.upload.rate, limits.traffic.download.rate) == (1e6, 2e6)
     assert read_settings(tmp_path) == {"upload-limit": "1MB", "download-limit": "2MB"}

@@ -12,13 +12,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from node.reporting.status import parse
+from node.session.processes import carry_out
 from node.ui import control
-from node.ui.control import ControlServer, ControlUnavailable, PeerCommands, ask, claimed, running
+from node.ui.control import ControlServer, ControlUnavailable, ask, claimed, running
 from tests.support.paths import REPOSITORY
 from tests.support.status_examples import STATUS
 
@@ -27,8 +30,9 @@ def soon(seconds: float = 2.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-def control_server(state_dir: Path, finish: object = None) -> ControlServer:
-    return ControlServer(state_dir, lambda: STATUS, PeerCommands(finish or (lambda: None)))  # type: ignore[arg-type]
+def control_server(state_dir: Path, finish: object = None, pauses: object = None) -> ControlServer:
+    command: Any = partial(carry_out, finish=finish or (lambda: None), pauses=pauses, limits=None)
+    return ControlServer(state_dir, lambda: STATUS, command)
 
 
 async def raw(state_dir: Path, request: bytes) -> bytes:
@@ -73,7 +77,7 @@ class Pauses:
 
 async def test_pauses_are_passed_on_or_refused(tmp_path: Path) -> None:
     pauses = Pauses()
-    async with ControlServer(tmp_path, lambda: STATUS, PeerCommands(lambda: None, pauses)):
+    async with control_server(tmp_path, pauses=pauses):
         assert await ask(tmp_path, "pause", soon(), until=None, after_round=True) == {"ok": True, "line": "paused"}
         assert await ask(tmp_path, "resume", soon()) == {"ok": True, "line": "works"}
         past = await ask(tmp_path, "pause", soon(), until=0.5, after_round=False)
