@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from protocols.aio import loop_time, peer_timeout, run_with_helper, task_group
 from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, PeerSilent, Settings, Stream
-from protocols.pairwise.shared_state import PairState, SharedStateSession
+from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.pairwise.state_swap import (
     EXCHANGE,
     ExchangeReply,
@@ -57,12 +57,12 @@ class PairExchange:
         return self.moving and self.swap.moved is None
 
 
-class Exchanges(PairState):
-    """The exchanges of one peer: `exchange` is the current one, `round` the last round that this peer completed."""
+class ExchangingAverager(PairwiseAverager):
+    """A peer whose states are averaged by exchanges: `exchange` is the current one."""
 
-    def __init__(self, host: Host, settings: Settings) -> None:
-        super().__init__(host, settings)
-        self.round = 0
+    def __init__(self, host: Host, settings: Settings, purpose: str) -> None:
+        super().__init__(host, settings, purpose)
+        self.round = 0  # the last round that this peer completed
         self.exchange: PairExchange | None = None
         self._unreported_drifts: list[float] = []  # drifts of half exchanges that ended between two rounds
         self._asked = 0
@@ -73,15 +73,15 @@ class Exchanges(PairState):
         self.endpoint.serve(EXCHANGE, ExchangeRequest, self._serve)
         self.endpoint.serve(EXCHANGE, OutcomeQuery, self._send_outcome)
 
-    def open(self, session: SharedStateSession) -> None:
-        super().open(session)
+    def open_round(self, session: SharedStateSession) -> None:
+        super().open_round(session)
         for drift in self._unreported_drifts:
             session.count_half(drift)
         self._unreported_drifts.clear()
 
-    async def close(self) -> None:
+    async def close_round(self) -> None:
         """End the round. Abort the current exchange, or wait until the state is at rest if it must not be aborted."""
-        await super().close()
+        await super().close_round()
         if self.exchange and self.exchange.moving:
             await self.exchange.done.wait()
 

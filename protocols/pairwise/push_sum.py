@@ -22,14 +22,14 @@ from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId
 from protocols.pairwise import matching
 from protocols.pairwise.closing import STEP_POLL_SECONDS, ClosingExchanges
 from protocols.pairwise.mass_ledger import Share
-from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
+from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.shares import (
     PUSH,
     PushShare,
     RecallShare,
     ShareReceiver,
     ShareStatus,
-    WeightedState,
+    WeightedAverager,
     split_share,
 )
 from protocols.pairwise.state_swap import hear, watch
@@ -41,25 +41,24 @@ RETURN_SECONDS = 120.0
 MAX_KEPT = 2  # Limit of shares with an unknown outcome. At this limit a peer gives no more until outcomes are known.
 
 
-class PushSum(PairwiseAverager):
+class PushSum(WeightedAverager):
     def __init__(self, host: Host, settings: Settings) -> None:
-        self.weighted = WeightedState(host, settings)
-        super().__init__(self.weighted, settings.schedule, host.rng("push-sum"))
-        self.share_sender = ShareSender(self.weighted)
-        ShareReceiver(self.weighted, settings.upload_bandwidth())
-        self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.timeouts)
+        super().__init__(host, settings, "push-sum")
+        self.share_sender = ShareSender(self)
+        ShareReceiver(self, settings.upload_bandwidth())
+        self._steps = ClosingExchanges(self.endpoint, self.timeouts)
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Settle earlier shares, then give one to each peer that the schedule names; give declined shares to others."""
         await self.share_sender.reclaim(session)
-        timeouts = self.weighted.timeouts
-        size_bytes = self.weighted.codec.encoded_bytes(state.size)
+        timeouts = self.timeouts
+        size_bytes = self.codec.encoded_bytes(state.size)
         live = self.others()
         named = self.named(session, live)
         others = self.rng.sample(sorted(set(live) - set(named)), len(live) - len(named))
         due = len(named)
         awake = [peer for peer in (*named, *others) if not timeouts.resting(peer, loop_time())]
-        if not awake or not await self.weighted.is_finite(state):
+        if not awake or not await self.is_finite(state):
             return
         until = min(session.deadline, loop_time() + timeouts.timeout_seconds(awake[0], size_bytes))
         for peer in awake:
@@ -73,7 +72,7 @@ class PushSum(PairwiseAverager):
         """In each step, give half of the mass to the peer a distance ahead, and wait for a share from as far behind."""
         everybody = sorted({*here, self.me.peer})
         place, count = everybody.index(self.me.peer), len(everybody)
-        size_bytes = self.weighted.codec.encoded_bytes(state.size)
+        size_bytes = self.codec.encoded_bytes(state.size)
         steps = [
             (everybody[(place + hop) % count], everybody[(place - hop) % count])
             for hop in matching.closing_hops(count)
@@ -89,7 +88,7 @@ class PushSum(PairwiseAverager):
 
         if not session.cut.is_set():
             await self.share_sender.reclaim(session)
-        if await self.weighted.is_finite(state):
+        if await self.is_finite(state):
             await self._steps.run(session, size_bytes, steps, step)
         if not session.cut.is_set():
             await self.share_sender.reclaim(session)
@@ -102,7 +101,7 @@ class PushSum(PairwiseAverager):
 
 
 class ShareSender:
-    def __init__(self, weighted: WeightedState) -> None:
+    def __init__(self, weighted: WeightedAverager) -> None:
         self.kept: dict[tuple[Member, int], tuple[Share, ReducedPart]] = {}
         self._weighted = weighted
         self._unanswered_since: dict[tuple[Member, int], float] = {}

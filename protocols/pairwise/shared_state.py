@@ -5,7 +5,6 @@ The peer lends the state while it trains, opens it while it mixes, and keeps it 
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -40,17 +39,21 @@ SLOWEST_SHARE = 0.25
 """An exchange is estimated to take at most this share of a round's time; above it, the peer would never retry."""
 
 
-class PairState(ABC):
-    """The state that a peer averages with others one by one, and what it needs for that."""
+class PairwiseAverager(ABC):
+    """The state that a peer averages with others one by one (`protocols.base.ClosingAverager`)."""
 
-    def __init__(self, host: Host, settings: Settings) -> None:
+    closes = True
+
+    def __init__(self, host: Host, settings: Settings, purpose: str) -> None:
+        """`purpose` names the random draws, which differ between the protocols."""
         self.host, self.endpoint = host, ProtocolEndpoint(host, settings, HEADER_LIMIT)
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
         self.codec, self.timeouts = codec(settings.codec), PeerTimeouts(settings.upload_bandwidth())
+        self.schedule, self.rng = require_known("schedule", settings.schedule, SCHEDULES), host.rng(purpose)
         self.estimator = ClaimedRounds()
         self.notifier = Notifier()  # notifies when there is a state, or when an exchange has ended
         self.session: SharedStateSession | None = None  # of the present round; None between two rounds
-        self.half_exchanges = 0  # since this peer started
+        self.half_exchanges = 0  # exchanges or shares, since this peer started, that may have moved one end only
         self.partners: tuple[PeerId, ...] = ()  # that average with the state at this moment
         self._pool = ChunkPool()
 
@@ -62,12 +65,23 @@ class PairState(ABC):
     def part(self, elements: int) -> ReducedPart:
         return ReducedPart(self.codec, 0, elements, self.endpoint.settings.chunk_elements, pool=self._pool)
 
-    def open(self, session: SharedStateSession) -> None:
+    @asynccontextmanager
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
+        session = SharedStateSession(self, head, deadline)
+        self.endpoint.bind(head.key)
+        self.open_round(session)
+        try:
+            async with set_at(session.cut, deadline):
+                yield session
+        finally:
+            await self.close_round()
+
+    def open_round(self, session: SharedStateSession) -> None:
         self._pool.next_round()
         self.session = session
 
-    async def close(self) -> None:
-        """End the round. Subclasses wait until the state is at rest."""
+    async def close_round(self) -> None:
+        """Subclasses wait until the state is at rest."""
         if self.session:
             self.session.state = None
         self.session = None
@@ -75,33 +89,6 @@ class PairState(ABC):
     @abstractmethod
     async def at_rest(self) -> None:
         """Wait for any change of the state in progress. Nothing new begins while a session has no state."""
-
-
-class PairwiseAverager(ABC):
-    """What gossip and push-sum share as a `protocols.base.ClosingAverager`."""
-
-    closes = True
-
-    def __init__(self, pair: PairState, schedule: str, rng: random.Random) -> None:
-        self.schedule, self.rng = require_known("schedule", schedule, SCHEDULES), rng
-        self.pair, self.host, self.me = pair, pair.host, pair.me
-        self.accounting, self.estimator = pair.accounting, pair.estimator
-
-    @property
-    def half_exchanges(self) -> int:
-        """Exchanges or shares, since this peer started, that may have moved one end only."""
-        return self.pair.half_exchanges
-
-    @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
-        session = SharedStateSession(self, head, deadline)
-        self.pair.endpoint.bind(head.key)
-        self.pair.open(session)
-        try:
-            async with set_at(session.cut, deadline):
-                yield session
-        finally:
-            await self.pair.close()
 
     @abstractmethod
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
@@ -130,19 +117,19 @@ class SharedStateSession(SessionBase):
         self.held: dict[PeerId, Contribution] = {}  # in the state since it was lent or given to `average`
         self.weights = {averager.me.peer: 1.0}  # peer -> its share of the state, after all averaging in this round
         self.notifier = Notifier()  # notifies when something is counted
-        self._averager, self._pair = averager, averager.pair
+        self._averager = averager
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        return self._pair.partners
+        return self._averager.partners
 
     def share(self, state: Sequence[Vector]) -> None:
         self._open(VectorView(state))
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
         self.state = None
-        await self._pair.at_rest()
+        await self._averager.at_rest()
         return self.held
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
@@ -171,7 +158,7 @@ class SharedStateSession(SessionBase):
         if [len(each) for each in mine] != [len(each) for each in into]:
             raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
         target = VectorView(into)
-        await self._pair.host.compute.run(copy, 8 * target.size)
+        await self._averager.host.compute.run(copy, 8 * target.size)
         self._open(target)
         try:
             await average(target)
@@ -184,7 +171,7 @@ class SharedStateSession(SessionBase):
 
     def _open(self, state: VectorView) -> None:
         self.state, self.held = state, {}
-        self._pair.notifier.notify()
+        self._averager.notifier.notify()
 
     def has_time(self, seconds: float, until: Deadline) -> bool:
         """Whether an operation of this expected length may begin now, if it must end by `until`."""

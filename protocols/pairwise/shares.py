@@ -17,7 +17,7 @@ from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Host, Member, PeerId, PeerSilent, Settings, Stream
 from protocols.pairwise.mass_ledger import MassLedger, Share
-from protocols.pairwise.shared_state import PairState, SharedStateSession
+from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.pairwise.state_swap import ExchangeMessage, StateReceiver, state_norm, watch
 from protocols.peers.timeouts import CHEAP_SECONDS, PeerTimeouts
 from protocols.vectors.views import VectorView
@@ -66,15 +66,15 @@ def split_share(state: VectorView, part: ReducedPart) -> None:
         state.write(low, torch.sub(mine, sent, out=sent).add_(mine))
 
 
-class WeightedState(PairState):
+class WeightedAverager(PairwiseAverager):
     """A peer's state, and in `masses` its weights. No task waits for another peer while it holds `turn`."""
 
-    def __init__(self, host: Host, settings: Settings) -> None:
-        super().__init__(host, settings)
+    def __init__(self, host: Host, settings: Settings, purpose: str) -> None:
+        super().__init__(host, settings, purpose)
         self.masses, self.turn = MassLedger(self.me), asyncio.Lock()
 
-    async def close(self) -> None:
-        await super().close()
+    async def close_round(self) -> None:
+        await super().close_round()
         await self.at_rest()
 
     async def at_rest(self) -> None:
@@ -99,7 +99,7 @@ class WeightedState(PairState):
 
 
 class ShareReceiver:
-    def __init__(self, weighted: WeightedState, bandwidth: float) -> None:
+    def __init__(self, weighted: WeightedAverager, bandwidth: float) -> None:
         self._weighted = weighted
         self._timeouts = PeerTimeouts(bandwidth)  # of the links in this direction
         self._taking: set[PeerId] = set()

@@ -68,7 +68,7 @@ class StruckEnd(MessageFault, IndependentWorld):
     def _conserved(self) -> Iterator[Violation]:
         """The weights at the peers are at most their number; with those in transit, at least."""
         held = [outer_loop.averager for outer_loop in self.replicas.values()]
-        books = [averager.weighted.masses for averager in held if isinstance(averager, PushSum)]
+        books = [averager.masses for averager in held if isinstance(averager, PushSum)]
         if books:
             here, whole = sum(masses.weight for masses in books), sum(masses.mass for masses in books)
             if not here - FAR <= len(books) <= whole + FAR:

@@ -180,7 +180,7 @@ class PairwiseSwarm(AveragingSwarm):
 
     def weights(self) -> list[float]:
         """Of push-sum."""
-        return [each.weighted.masses.weight for each in self.gossips]
+        return [each.masses.weight for each in self.gossips]
 
     def is_conserved(self) -> bool:
         """Of push-sum: whether no share is in transit, and Σw and Σw·z over all peers are what they were."""

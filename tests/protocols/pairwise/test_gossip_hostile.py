@@ -79,7 +79,7 @@ def test_message_by_hand_is_answered_as_expected(
 
 async def transfer(swarm: PairwiseSwarm, stream: Stream, state: list[torch.Tensor]) -> None:
     """Exchange states on p1's stream to p0."""
-    exchanges = swarm.gossips[1].exchanges
+    exchanges = swarm.gossips[1]
     await StateSwap(VectorView(state), exchanges.part(sum(map(len, state))), exchanges.host.compute).transfer(stream)
 
 
@@ -114,9 +114,9 @@ def test_silent_initiator_costs_only_its_own_exchange() -> None:
         async with swarm.opened(EXCHANGE, 50.0) as stream:
             await stream.send(REQUEST)
             await stream.receive(HEADER_LIMIT)
-            assert swarm.gossips[0].exchanges.exchange
+            assert swarm.gossips[0].exchange
             await asyncio.sleep(4.0)
-            assert swarm.gossips[0].exchanges.exchange is None
+            assert swarm.gossips[0].exchange is None
             answers.extend(await answers_to(swarm, replace(REQUEST, sequence=101)))
 
     async def main() -> None:
@@ -151,7 +151,7 @@ def test_initiator_that_aborts_early_is_blamed_and_avoided() -> None:
                 async with swarm.opened(EXCHANGE) as stream:
                     number += 1
                     if await is_accepted(stream, number):
-                        timeouts = swarm.gossips[0].exchanges.timeouts
+                        timeouts = swarm.gossips[0].timeouts
                         await asyncio.sleep(0.9 * timeouts.timeout_seconds("p1", 4 * ELEMENTS))
             except PeerError:
                 await asyncio.sleep(0.002)

@@ -22,7 +22,7 @@ from tests.support.simulated import simulated
 
 def with_slow_link(swarm: PairwiseSwarm, peer: str) -> None:
     """Let p0 have seen that its link to this peer carries next to nothing, and to the others as much as ever."""
-    timeouts = swarm.gossips[0].exchanges.timeouts
+    timeouts = swarm.gossips[0].timeouts
     for _ in range(12):
         timeouts.late(peer, -1e6, 0.0)
     for other in swarm.names:
@@ -49,7 +49,7 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
 
     swarm = PairwiseSwarm(3, 2000, schedule="ring", chunk_elements=1000, disguises={2: sending(stall)})
     with_slow_link(swarm, "p1")
-    assert swarm.gossips[0].exchanges.timeouts.timeout_seconds("p1", 16_000) > 50.0
+    assert swarm.gossips[0].timeouts.timeout_seconds("p1", 16_000) > 50.0
     swarm.run_round(0, 2)
     (result,) = swarm.results[0]
     assert 2.0 < result.ended - result.asked < 5.0 and result.mean.blamed[0].peer == "p2"
@@ -57,7 +57,7 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
 
 def test_busy_peer_is_asked_again_only_after_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, times = PairwiseSwarm(3, schedule="ring"), list[float]()
-    exchanges = swarm.gossips[0].exchanges
+    exchanges = swarm.gossips[0]
     ask = exchanges.ask
 
     async def timed(session: Any, partner: Any, until: float) -> Any:
@@ -79,9 +79,9 @@ async def test_cancelled_outcome_query_counts_a_half_exchange(swarm: PairwiseSwa
         while not swarm.moved(1):  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.001)
         swarm.network.link("p1", "p0").blocked = True
-        exchange = swarm.gossips[0].exchanges.exchange
+        exchange = swarm.gossips[0].exchange
         await asyncio.sleep(3.0)
-        assert exchange is swarm.gossips[0].exchanges.exchange and exchange.in_doubt, "it asks"
+        assert exchange is swarm.gossips[0].exchange and exchange.in_doubt, "it asks"
         asking.cancel()
         await asyncio.wait([asking])
     await swarm.settle()
@@ -92,7 +92,7 @@ def unconfirmed() -> PairwiseSwarm:
     """Two peers. p0 sends everything but the last message of an exchange."""
 
     async def withhold_last(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        if not isinstance(header, StateReceived) or swarm.gossips[0].exchanges.exchange.swap.moved is None:
+        if not isinstance(header, StateReceived) or swarm.gossips[0].exchange.swap.moved is None:
             await stream.send(header, payload)
 
     swarm = PairwiseSwarm(2, disguises={0: sending(withhold_last)})
@@ -105,7 +105,7 @@ async def test_half_exchange_is_reported_in_the_next_round(swarm: PairwiseSwarm)
 
     async with swarm.beside_lenders(1, seconds=1.5):
         await swarm.start(0, swarm.round(0))
-    assert swarm.moved(1) and not swarm.gossips[1].exchanges.half_exchanges
+    assert swarm.moved(1) and not swarm.gossips[1].half_exchanges
     await asyncio.sleep(10.0)
     for _ in range(2):
         await swarm.start(1, swarm.lending(1, 1.0))
@@ -119,7 +119,7 @@ async def test_partner_state_is_freed_before_the_confirmation(
 ) -> None:
     """p1 has moved and waits some seconds for p0's last message. Other peers may ask it meanwhile."""
     received = list[Callable[[], Any]]()
-    exchanges = swarm.gossips[1].exchanges
+    exchanges = swarm.gossips[1]
     begin = exchanges.begin
 
     def remembered(*arguments: Any) -> Any:

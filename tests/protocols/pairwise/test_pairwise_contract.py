@@ -11,16 +11,10 @@ import torch
 from protocols.base import Outcome, Settings
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
-from protocols.peers.timeouts import PeerTimeouts
 from tests.sim.swarm import SimSwarm
 from tests.support.pairwise import ROUND_SECONDS, PairwiseSwarm
 
 both_protocols = pytest.mark.parametrize("protocol", (Gossip, PushSum))
-
-
-def timeouts_of(averager: Any) -> PeerTimeouts:
-    found: PeerTimeouts = averager.exchanges.timeouts if isinstance(averager, Gossip) else averager.weighted.timeouts
-    return found
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_peers_meet_again_after_a_long_silence(protocol: Any) -> None:
     swarm.run(main)
     assert len(swarm.messages(0)) > 2 and len(swarm.messages(1)) > 2
     for averager, other in zip(swarm.gossips, ("p1", "p0"), strict=True):
-        assert timeouts_of(averager).timeout_seconds(other, 200_000) < 5.0
+        assert averager.timeouts.timeout_seconds(other, 200_000) < 5.0
 
 
 @both_protocols
@@ -102,7 +96,7 @@ def test_peer_estimated_too_slow_is_still_tried(protocol: Any) -> None:
     swarm = PairwiseSwarm(2, 25_000, chunk_elements=5_000, protocol=protocol)
     for averager, other in zip(swarm.gossips, ("p1", "p0"), strict=True):
         for _ in range(20):
-            timeouts_of(averager).late(other, -1e6, 0.0)
-        assert timeouts_of(averager).expected_seconds(other, 200_000) > ROUND_SECONDS
+            averager.timeouts.late(other, -1e6, 0.0)
+        assert averager.timeouts.expected_seconds(other, 200_000) > ROUND_SECONDS
     swarm.rounds(3, stagger_seconds=0.5)
     assert swarm.messages(0) and swarm.messages(1)

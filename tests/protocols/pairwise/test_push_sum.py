@@ -103,7 +103,7 @@ def test_silence_at_any_message_conserves_mass(both: bool) -> None:
 async def counted_share(swarm: PairwiseSwarm) -> AsyncIterator[None]:
     """p0 gives p1, which lends its state, a share. Inside, p1 has counted it, and p0 does not know yet."""
     giving = swarm.start(0, swarm.round(0))
-    while swarm.gossips[1].weighted.masses.weight == 1.0:  # noqa: ASYNC110 - there is no event to wait for
+    while swarm.gossips[1].masses.weight == 1.0:  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.001)
     yield
     await asyncio.wait([giving])
@@ -114,7 +114,7 @@ async def test_share_for_former_incarnation_returns_to_sender(swarm: PairwiseSwa
     lender = swarm.start(1, swarm.lending(1, 50.0))
     async with counted_share(swarm):
         swarm.network.block("p1", "p0")
-    assert swarm.gossips[0].weighted.masses.weight == 0.5
+    assert swarm.gossips[0].masses.weight == 0.5
     swarm.network.kill("p1")
     await asyncio.wait([lender])
     swarm.network.heal("p1", "p0")
@@ -122,7 +122,7 @@ async def test_share_for_former_incarnation_returns_to_sender(swarm: PairwiseSwa
     await asyncio.sleep(5.0)
     await swarm.start(0, swarm.round(0, 1))
     await swarm.settle()
-    assert swarm.gossips[0].weighted.masses.weight == 1.0 and not swarm.gossips[0].share_sender.kept
+    assert swarm.gossips[0].masses.weight == 1.0 and not swarm.gossips[0].share_sender.kept
     second = swarm.results[0][1]
     assert second.mean.outcome is Outcome.COMMITTED and list(second.mean.contributions) == ["p0"], "its own earlier one"
     assert float((flat(swarm.states[0]) - swarm.first[0]).abs().max()) < 1e-6
@@ -137,7 +137,7 @@ async def test_share_for_departed_peer_returns_and_is_reported(
         swarm.network.block("p1", "p0")
     await swarm.start(0, swarm.play_rounds(0, 5, train_seconds=10.0, first=1))
     await swarm.settle()
-    assert swarm.gossips[0].weighted.masses.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
+    assert swarm.gossips[0].masses.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
     assert sum(result.half_exchanges for result in swarm.results[0]) == 1
     assert sum(result.mass_drift for result in swarm.results[0]) == 0.5
 
@@ -174,13 +174,13 @@ async def test_finished_round_asks_nothing_about_shares(swarm: PairwiseSwarm) ->
 
 @simulated(push_sum_swarm, 2)
 async def test_broken_stream_does_not_change_the_link_estimate(swarm: PairwiseSwarm) -> None:
-    before = swarm.gossips[0].weighted.timeouts.timeout_seconds("p1", 10**6)
+    before = swarm.gossips[0].timeouts.timeout_seconds("p1", 10**6)
     async with swarm.beside_lenders(1), counted_share(swarm):
         swarm.network.reset_streams("p0")
     await swarm.settle()
     (result,) = swarm.results[0]
     assert result.mean.blamed[0].why == "no share: it did not say whether it has counted the share"
-    assert swarm.gossips[0].weighted.timeouts.timeout_seconds("p1", 10**6) < before + 1.0
+    assert swarm.gossips[0].timeouts.timeout_seconds("p1", 10**6) < before + 1.0
 
 
 # -- busy, slow and stalled receivers ---------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_stalled_peer_costs_only_its_own_timeout() -> None:
         await asyncio.sleep(60.0)
 
     swarm = push_sum_swarm(3, disguises={2: sending(stall)})
-    timeouts = swarm.gossips[0].weighted.timeouts
+    timeouts = swarm.gossips[0].timeouts
     for _ in range(12):
         timeouts.late("p1", 0.0, 1000.0)
         timeouts.took("p2", 384, 0.0, 1e-4)

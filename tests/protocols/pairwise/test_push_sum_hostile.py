@@ -62,7 +62,7 @@ def test_accepted_shares_keep_weight_within_the_limit() -> None:
 
     swarm.run(main)
     assert answers == [True, False, False, False]
-    assert swarm.gossips[0].weighted.masses.weight == 1 + MOST_SHARE
+    assert swarm.gossips[0].masses.weight == 1 + MOST_SHARE
 
 
 def test_repeated_share_counts_once() -> None:

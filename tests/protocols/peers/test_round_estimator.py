@@ -51,13 +51,13 @@ def test_slow_peer_joins_the_others_round() -> None:
     """Three peers do six rounds while the fourth does one, which ends in the last of theirs."""
     swarm, sessions = PairwiseSwarm(4), list[Any]()
     swarm.gossips[3].estimator.hear("p0", 10**6)  # a claim that p0 takes back
-    opened = swarm.gossips[3].exchanges.open
+    opened = swarm.gossips[3].open_round
 
     def open_round(session: Any) -> None:
         sessions.append(session)
         opened(session)
 
-    swarm.gossips[3].exchanges.open = open_round
+    swarm.gossips[3].open_round = open_round
 
     async def play() -> None:
         slow = swarm.start(3, swarm.round(3, 0, train_seconds=12.0))
