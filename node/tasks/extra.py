@@ -39,12 +39,8 @@ Fragment: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 def trained_elements(layout: Layout) -> int:
     """Number of elements of the trained parameters, which come first."""
-    count = 0
-    for name, shape in (each for fragment in layout.fragments for each in fragment):
-        if name.startswith((EXTRA, PADDING)):
-            break
-        count += math.prod(shape)
-    return count
+    every = (each for fragment in layout.fragments for each in fragment)
+    return sum(math.prod(shape) for name, shape in every if not name.startswith((EXTRA, PADDING)))
 
 
 def extra_elements(layout: Layout) -> int:
@@ -53,16 +49,20 @@ def extra_elements(layout: Layout) -> int:
 
 def named_tensors(fragment: Fragment, vector: Vector) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a vector by their names in the module, without padding; extra ones as the module may hold them."""
-    low = 0
-    for name, shape in fragment:
-        high = low + math.prod(shape)
-        tensor = vector[low:high].view(shape)
+    for name, tensor in _slices(fragment, vector):
         if name.startswith(EXTRA):
             value = unpacked(tensor)
             is_positive = _NOT_NEGATIVE.search(name.rpartition(".")[2])
             yield name.removeprefix(EXTRA), value.clamp(min=0) if is_positive else value
         elif not name.startswith(PADDING):
             yield name, tensor
+
+
+def _slices(fragment: Fragment, vector: Vector) -> Iterator[tuple[str, torch.Tensor]]:
+    low = 0
+    for name, shape in fragment:
+        high = low + math.prod(shape)
+        yield name, vector[low:high].view(shape)
         low = high
 
 
@@ -128,12 +128,9 @@ class ExtraTensors:
 
     @torch.no_grad()
     def store(self) -> None:
-        low = 0
-        for name, shape in self.fragment:
-            high = low + math.prod(shape)
+        for name, held in _slices(self.fragment, self._tail):
             if name.startswith(EXTRA):
-                self._tail[low:high].view(shape).copy_(packed(self._tensor(name.removeprefix(EXTRA))))
-            low = high
+                held.copy_(packed(self._tensor(name.removeprefix(EXTRA))))
 
     def _tensor(self, name: str) -> torch.Tensor:
         """The module's present tensor of this name, which may be another one than at the start."""

@@ -82,19 +82,13 @@ def _recipe(
     return Recipe(inner_steps, rounds, rate, *(outer_step or USUAL_OUTER_STEP), inner_optimizer=optimizer)
 
 
-def _preset(width: int, inner_steps: int = 50, rounds: int = 16) -> Preset:
+def _preset(width: int, inner_steps: int, rounds: int) -> Preset:
     shape = GptConfig(layers=4, width=width, heads=4, context=128)
     return Preset(shape, rows=8, recipe=_recipe(width, inner_steps, rounds))
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "w64": _preset(64, inner_steps=100, rounds=12),
-        "w96": _preset(96),
-        "w128": _preset(128),
-        "w192": _preset(192),
-        "w256": _preset(256),
-    }
+    {"w64": _preset(64, 100, 12), **{f"w{width}": _preset(width, 50, 16) for width in (96, 128, 192, 256)}}
 )
 
 DEFAULT_PRESET = "w128"

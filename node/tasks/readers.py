@@ -29,18 +29,8 @@ _PIECE_BYTES = 1 << 20
 LEAST, USUAL, MOST = 512, 1024, 8 << 10  # bytes of a block: at least, about how many more until it ends, and at most
 _BLANK = re.compile(r"[ \t\r\n,]*")
 _TEXTS = (
-    "content",
-    "contents",
-    "body",
-    "article",
-    "document",
-    "story",
-    "sentence",
-    "code",
-    "raw_content",
-    "Text",
-    "TEXT",
-)
+    "content", "contents", "body", "article", "document", "story", "sentence", "code", "raw_content", "Text", "TEXT",
+)  # fmt: skip
 _PAIRS = (
     ("instruction", "output"), ("instruction", "response"), ("question", "answer"), ("query", "response"),
     ("problem", "solution"), ("input", "output"), ("user", "assistant"),
