@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,7 @@ from node.config.peer_config import FILE_KEYS as OF_THIS_MACHINE
 from node.config.task_tables import STRICT, GptTable, PacedTable
 from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
 from node.tasks import name as names
-from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset
+from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset, recipe_for
 from node.tasks.hf.settings import HfSettings
 from node.tasks.recipe import Recipe, described
 from protocols.base import MAX_STAGES
@@ -378,7 +378,8 @@ def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
     if values.get("codec") == "topk":
         outer_step = PLAIN_OUTER_STEP
     rounds, inner_steps = sizes
-    return base.for_run(rounds, inner_steps, recipe.get("inner_optimizer", base.recipe.inner_optimizer), outer_step)
+    optimizer = recipe.get("inner_optimizer", base.recipe.inner_optimizer)
+    return replace(base, recipe=recipe_for(base.shape.width, rounds, inner_steps, optimizer, outer_step))
 
 
 def _microbatches(base: Preset) -> tuple[int, int]:

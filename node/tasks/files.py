@@ -93,13 +93,13 @@ class Selection:
         """What is taken, and what is left out and why; each line under 300 characters."""
         found = [f"{'taken':12}{counted(len(self.files), 'file')}, {size_words(self.size)}: {_kinds(self.files)}"]
         if self.decoded:
-            found.append(f"{'decoded':12}{len(self.decoded):,} from UTF-16 or UTF-32: {_named(self.decoded)}")
-        plain = [f"{len(names):,} {why}: {_named(names)}" for why, names in self.left_out.items() if not REASONS[why]]
+            found.append(f"{'decoded':12}{len(self.decoded):,} from UTF-16 or UTF-32: {named(self.decoded)}")
+        plain = [f"{len(names):,} {why}: {named(names)}" for why, names in self.left_out.items() if not REASONS[why]]
         if plain:
             found.append(f"{'left out':12}{'; '.join(plain)}"[:LINE_CHARACTERS])
         for reason, names in self.left_out.items():
             if cure := REASONS[reason]:
-                found.append(f"{'left out':12}{len(names):,} {reason} ({cure}): {_named(names)}"[:LINE_CHARACTERS])
+                found.append(f"{'left out':12}{len(names):,} {reason} ({cure}): {named(names)}"[:LINE_CHARACTERS])
         return found
 
 
@@ -219,7 +219,7 @@ def _select(root: Path, option: str, has_rows: bool, splits: bool) -> Selection:
         if reason in left_out.values()
     }
     if not files:
-        why = "; ".join(f"{len(names):,} {reason}: {_named(names)}" for reason, names in grouped.items())
+        why = "; ".join(f"{len(names):,} {reason}: {named(names)}" for reason, names in grouped.items())
         why = f" ({why})" if why else ""
         name = "name a file itself, or " if "rows of another split" in grouped else ""
         raise ModelError(f"the folder {shown(root)} contains no text to take{why}: {name}give texts by {option}")
@@ -335,6 +335,6 @@ def _kinds(files: Sequence[Path]) -> str:
     return ", ".join(words)
 
 
-def _named(names: Sequence[str]) -> str:
+def named(names: Sequence[str]) -> str:
     cut = [each if len(each) <= 40 else f"…{each[-39:]}" for each in names[:3]]
     return ", ".join(cut) + (", …" if len(names) > 3 else "")

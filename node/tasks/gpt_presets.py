@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 
 from node.tasks.recipe import InnerOptimizerName, Recipe, require
 
@@ -34,6 +33,14 @@ class GptConfig:
 
 
 USUAL_OUTER_STEP, PLAIN_OUTER_STEP = (0.9, 0.5), (1.0, 0.0)  # learning rate and momentum
+MANY_ROUNDS, SHORT_ROUND = 40, 50
+"""A run of at least `MANY_ROUNDS`, each of at most `SHORT_ROUND` inner steps, has an outer step with more momentum."""
+MUON_RATES: Mapping[int, float] = {64: 1.2e-2, 96: 1e-2, 128: 8e-3, 192: 6e-3, 256: 4e-3}
+"""Width -> inner learning rate with Muon. Measured are w64 in many rounds and w128 in few."""
+ADAMW_RATES: Mapping[int, tuple[float, float]] = {
+    64: (6e-3, 1.2e-2), 96: (5e-3, 8e-3), 128: (4e-3, 6e-3), 192: (3e-3, 4e-3), 256: (2e-3, 3e-3)
+}  # fmt: skip
+"""Width -> that with AdamW, and that beside the outer step of many rounds. Measured are w64's and the first of w128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +54,11 @@ class Preset:
     def __post_init__(self) -> None:
         require(self, "rows", lambda value: value >= 1, "at least 1")
 
-    def for_run(
-        self,
-        rounds: int,
-        inner_steps: int,
-        optimizer: InnerOptimizerName = "muon",
-        outer_step: tuple[float, float] | None = None,
-    ) -> Preset:
-        return replace(self, recipe=_recipe(self.shape.width, inner_steps, rounds, optimizer, outer_step))
 
-
-MANY_ROUNDS, SHORT_ROUND = 40, 50
-"""A run of at least `MANY_ROUNDS`, each of at most `SHORT_ROUND` inner steps, has an outer step with more momentum."""
-MUON_RATES: Mapping[int, float] = MappingProxyType({64: 1.2e-2, 96: 1e-2, 128: 8e-3, 192: 6e-3, 256: 4e-3})
-"""Width -> inner learning rate with Muon. Measured are w64 in many rounds and w128 in few."""
-ADAMW_RATES: Mapping[int, tuple[float, float]] = MappingProxyType(
-    {64: (6e-3, 1.2e-2), 96: (5e-3, 8e-3), 128: (4e-3, 6e-3), 192: (3e-3, 4e-3), 256: (2e-3, 3e-3)}
-)
-"""Width -> that with AdamW, and that beside the outer step of many rounds. Measured are w64's and the first of w128."""
-
-
-def _recipe(
+def recipe_for(
     width: int,
-    inner_steps: int,
     rounds: int,
+    inner_steps: int,
     optimizer: InnerOptimizerName = "muon",
     outer_step: tuple[float, float] | None = None,
 ) -> Recipe:
@@ -82,15 +70,15 @@ def _recipe(
     return Recipe(inner_steps, rounds, rate, *(outer_step or USUAL_OUTER_STEP), inner_optimizer=optimizer)
 
 
-def _preset(width: int, inner_steps: int, rounds: int) -> Preset:
+def _preset(width: int, rounds: int, inner_steps: int) -> Preset:
     shape = GptConfig(layers=4, width=width, heads=4, context=128)
-    return Preset(shape, rows=8, recipe=_recipe(width, inner_steps, rounds))
+    return Preset(shape, rows=8, recipe=recipe_for(width, rounds, inner_steps))
 
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {"w64": _preset(64, 100, 12), **{f"w{width}": _preset(width, 50, 16) for width in (96, 128, 192, 256)}}
-)
-
+PRESETS: Mapping[str, Preset] = {
+    "w64": _preset(64, 12, 100),
+    **{f"w{width}": _preset(width, 16, 50) for width in (96, 128, 192, 256)},
+}
 DEFAULT_PRESET = "w128"
 
 

@@ -16,15 +16,13 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from node.runtime.directories import cache_directory, cached_file
-from node.tasks.files import Selection, look, select, shown
+from node.tasks.files import Selection, look, named, select, shown
 from node.tasks.given_data import DataState, GivenData
 from node.tasks.readers import blocks, bytes_of, text_of
 
@@ -135,10 +133,9 @@ class _Source:
             mark = b""
 
     def lines(self) -> list[str]:
-        if not self._other:
+        if not (names := [*map(shown, self._other)]):
             return []
-        names = ", ".join(map(shown, islice(self._other, 3))) + (", …" if len(self._other) > 3 else "")
-        return [f"{'encoding':12}{len(self._other):,} not in UTF-8, whose bytes are trained on as they are: {names}"]
+        return [f"{'encoding':12}{len(names):,} not in UTF-8, whose bytes are trained on as they are: {named(names)}"]
 
     def digest(self, text: torch.Tensor) -> str:
         """Changes when the files do, of large ones when their names or sizes do."""
@@ -146,8 +143,14 @@ class _Source:
         content = text.numpy().tobytes() if len(text) <= _IN_MEMORY_BYTES else b""
         return hashlib.sha256(known.encode() + content).hexdigest()
 
-    def kept(self, names: Sequence[str], salt: str, write: Callable[[BinaryIO], None]) -> torch.Tensor:
-        """What `write` writes: in memory, or of a large text in the cache, where an earlier call may have put it."""
+    def text(self, names: Sequence[str], salt: str, wanted: Callable[[bytes], bool] | None) -> torch.Tensor:
+        """The text of these files, or their wanted blocks: in memory or, if large, in the cache for later calls."""
+
+        def write(file: BinaryIO) -> None:
+            for name in names:
+                pieces = self.pieces(name)
+                file.writelines(filter(wanted, blocks(pieces)) if wanted else pieces)
+
         if self.size(names) <= _IN_MEMORY_BYTES:
             buffer = io.BytesIO()
             write(buffer)
@@ -170,18 +173,11 @@ def _split(source: _Source, sample: bytes, is_file: bool) -> Text:
     def is_kept(block: bytes) -> bool:
         return block in known or (by_blocks and _is_chosen(block))
 
-    def write(names: Sequence[str], wanted: bool, file: BinaryIO) -> None:
-        for name in names:
-            if known or by_blocks:
-                file.writelines(each for each in blocks(source.pieces(name)) if is_kept(each) is wanted)
-            else:
-                file.writelines(source.pieces(name))
-
     salt = hashlib.sha256(sample).hexdigest()
-    text = source.kept(training, salt, partial(write, training, False))
+    text = source.text(training, salt, (lambda block: not is_kept(block)) if known or by_blocks else None)
     if sample:
         return Text(_without(text, sample), torch.empty(0, dtype=torch.uint8))
-    evaluated = source.kept(others, f"held out {salt}", partial(write, others, by_blocks))
+    evaluated = source.text(others, f"held out {salt}", is_kept if by_blocks else None)
     if by_blocks and not (len(text) and len(evaluated)):  # there is only one block
         text = text if len(text) else evaluated
         if not (size := min(HELD_OUT_BYTES, len(text) // _HELD_OUT_SHARE)):

@@ -16,7 +16,7 @@ from node.config.task_tables import MAX_ELEMENTS, GptTable
 from node.config.toml import MAX_BYTES, ConfigError
 from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
-from node.tasks.gpt_presets import PRESETS
+from node.tasks.gpt_presets import PRESETS, recipe_for
 from node.tasks.paced import Paced
 from node.tasks.recipe import Recipe
 from tests.support.refusals import one_line
@@ -69,7 +69,7 @@ def test_flags_override_file_and_file_overrides_preset(file: Path) -> None:
     assert config.name == "mine"
     assert (config.recipe.rounds, config.recipe.inner_steps) == (5, 7)
     assert config.recipe.learning_rate == PRESETS["w64"].recipe.learning_rate
-    assert load_run(file, {"recipe.rounds": 80}, PROTOCOLS).recipe == PRESETS["w64"].for_run(80, 7).recipe
+    assert load_run(file, {"recipe.rounds": 80}, PROTOCOLS).recipe == recipe_for(64, 80, 7)
     assert config.gpt == GptTable(layers=4, width=32, heads=4, context=128, rows=2)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from node.tasks.flat import flatten
 from node.tasks.gpt import RMS_EPS, Gpt, GptTask
-from node.tasks.gpt_presets import PRESETS, GptConfig, Preset, preset
+from node.tasks.gpt_presets import PRESETS, GptConfig, Preset, preset, recipe_for
 from node.tasks.recipe import Recipe
 from node.tasks.text import load
 
@@ -97,14 +97,13 @@ def test_tied_parameters_stay_tied() -> None:
 
 
 def test_preset_follows_rounds_and_optimiser() -> None:
-    default, small = preset("w128"), preset("w64")
     for rounds, inner_steps in ((39, 25), (40, 51)):
         expected = Recipe(inner_steps, rounds, 12e-3, 0.9, 0.5, inner_optimizer="muon")
-        assert small.for_run(rounds, inner_steps).recipe == expected
+        assert recipe_for(64, rounds, inner_steps) == expected
         adamw = replace(expected, learning_rate=6e-3, inner_optimizer="adamw")
-        assert small.for_run(rounds, inner_steps, "adamw").recipe == adamw
-    assert small.for_run(40, 50).recipe == Recipe(50, 40, 12e-3, 0.7, 0.8, inner_optimizer="muon", outer_decay=1 / 16)
-    assert default.for_run(40, 50, "adamw").recipe == Recipe(50, 40, 6e-3, 0.7, 0.8, outer_decay=1 / 16)
+        assert recipe_for(64, rounds, inner_steps, "adamw") == adamw
+    assert recipe_for(64, 40, 50) == Recipe(50, 40, 12e-3, 0.7, 0.8, inner_optimizer="muon", outer_decay=1 / 16)
+    assert recipe_for(128, 40, 50, "adamw") == Recipe(50, 40, 6e-3, 0.7, 0.8, outer_decay=1 / 16)
     with pytest.raises(ValueError, match="no preset 'big': one of w64, w96"):
         preset("big")
 
