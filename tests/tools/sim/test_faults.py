@@ -25,13 +25,10 @@ PEERS = ("p0", "p1", "p2", "p3", "p4")
 @pytest.mark.parametrize("name", BREAKING)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_fault_family_is_determined_by_its_seed(name: str, count: int) -> None:
-    peers, drawn = PEERS[:count], set()
-    for seed in range(50):
-        faults = BREAKING[name](random.Random(seed), peers, 60.0)
-        assert faults == BREAKING[name](random.Random(seed), peers, 60.0)
-        assert faults.peers() <= set(peers)
-        drawn.add(faults)
-    assert len(drawn) == 50 or count == 1
+    peers = PEERS[:count]
+    one, other = ([BREAKING[name](random.Random(seed), peers, 60.0) for seed in range(50)] for _ in "12")
+    assert one == other and set().union(*(faults.peers() for faults in one)) <= set(peers)
+    assert len(set(one)) == 50 or count == 1
 
 
 def drawn(family: str) -> list[Faults]:
@@ -87,19 +84,12 @@ class Stage:
         return seen
 
     def state(self) -> str:
-        node, there, back = (
-            self.network.nodes["p0"],
-            *(self.network.link(*pair) for pair in (("p0", "p1"), ("p1", "p0"))),
-        )
+        node, links = self.network.nodes["p0"], self.network.link
         letters = {
-            "x": not node.process.alive,
-            ">": there.blocked,
-            "<": back.blocked,
-            "s": node.slowness > 1,
-            "f": self.directory_faults.forget_share > 0,
-            "r": self.paused is Activity.REST,
-            "a": self.paused is Activity.AWAY,
-        }
+            "x": not node.process.alive, ">": links("p0", "p1").blocked, "<": links("p1", "p0").blocked,
+            "s": node.slowness > 1, "f": self.directory_faults.forget_share > 0,
+            "r": self.paused is Activity.REST, "a": self.paused is Activity.AWAY,
+        }  # fmt: skip
         return "".join(letter for letter, holds in letters.items() if holds) or "-"
 
 
@@ -129,17 +119,9 @@ def test_fault_lasts_for_its_duration(faults: Faults, states: str) -> None:
 
 
 def test_healing_ends_faults_and_prevents_new_ones() -> None:
-    faults = (
-        Faults()
-        .crash("p0", at=1)
-        .silence({"p0"}, {"p1"}, at=1)
-        .slow("p2", 5, at=1)
-        .mislead(1, lie_share=1.0)
-        .pause("p0", at=1, away=True)
-        .crash("p1", at=8)
-        .silence({"p1"}, {"p2"}, at=8)
-    )
-    stage = Stage(faults)
+    at_1 = Faults().crash("p0", at=1).silence({"p0"}, {"p1"}, at=1).slow("p2", 5, at=1).mislead(1, lie_share=1.0)
+    at_8 = at_1.pause("p0", at=1, away=True).crash("p1", at=8).silence({"p1"}, {"p2"}, at=8)
+    stage = Stage(at_8)
     states = stage.run(20, heal_at=5)
     assert states[1] == "x><a" and states[5:] == ["-"] * 15
     assert [node.incarnation for node in stage.network.nodes.values()] == [1, 0, 0]

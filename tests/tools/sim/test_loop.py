@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -85,50 +84,6 @@ def test_program_that_cannot_end_is_stopped(endless: Callable[[], asyncio.Future
     with pytest.raises(SimDeadlock, match=words):
         run(main(), limit_seconds=1000.0)
     assert sorted(cleaned) == ["helper", "main"]
-
-
-# -- repeatability ----------------------------------------------------------------------------------------------------
-
-
-def cancellations() -> list[int]:
-    """In which order a TaskGroup cancels its tasks when its body fails."""
-    order: list[int] = []
-
-    async def wait(number: int) -> None:
-        try:
-            await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            order.append(number)
-            raise
-
-    async def main() -> None:
-        with contextlib.suppress(ExceptionGroup):
-            async with asyncio.TaskGroup() as group:
-                for number in range(40):
-                    group.create_task(wait(number))
-                await asyncio.sleep(1)
-                raise LookupError
-        assert len(order) == 40
-
-    run(main())
-    return order
-
-
-def test_group_cancels_tasks_in_deterministic_order() -> None:
-    ballast: list[list[object]] = []
-    orders = set()
-    for repeat in range(10):
-        ballast.append([object() for _ in range(97 * repeat)])  # so that addresses differ
-        orders.add(tuple(cancellations()))
-    assert len(orders) == 1
-
-
-def test_futures_hash_by_a_counter() -> None:
-    async def main() -> list[int]:
-        return [hash(asyncio.get_running_loop().create_future()) for _ in range(5)]
-
-    first = run(main())
-    assert first == run(main()) == list(range(first[0], first[0] + 5))
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

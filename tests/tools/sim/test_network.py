@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from protocols.base import PeerSilent
 from tests.sim import loop as simloop
 from tests.sim.network import SimNetwork
 from tests.sim.pipe import SimPipe
@@ -24,12 +23,7 @@ def now() -> float:
 
 
 class Scene:
-    """Peer a sends bytes to peer b.
-
-    Attributes:
-        heard: (time, first byte of the stream, byte) of each byte that b has read.
-        ends: how b's streams ended; sent: how a's sends did.
-    """
+    """Peer a sends bytes to peer b. `heard`: (time, first byte of the stream, byte) of each byte that b has read."""
 
     def __init__(self, jitter: random.Random | None = None) -> None:
         self.network = SimNetwork(Trace(), LATENCY, jitter=jitter)
@@ -133,14 +127,6 @@ def test_only_death_and_reset_lose_what_was_sent(
     assert not any(node.process.tasks or node.ends for node in (*scene.network.past, *scene.network.nodes.values()))
 
 
-@pytest.mark.parametrize("link, arrived", [(("a", "b"), False), (("b", "a"), True)])
-def test_open_through_silence_is_not_refused(link: tuple[str, str], arrived: bool) -> None:
-    """Nothing that is held up may look like an explicit refusal, and only the blocked direction is held up."""
-    scene = Scene()
-    scene.run((0, lambda scene: scene.network.block(*link)), (1, lambda scene: scene.send(b"")))
-    assert scene.sent == [PeerSilent.__name__] and bool(scene.network.nodes["b"].messages) == arrived
-
-
 def test_jitter_reorders_streams_but_not_their_bytes() -> None:
     def heard(seed: int) -> list[tuple[float, int, int]]:
         scene = Scene(random.Random(seed))
@@ -155,48 +141,3 @@ def test_jitter_reorders_streams_but_not_their_bytes() -> None:
             assert [byte for _, first, byte in bytes_heard if first == number] == [number] * (number + 5)
         assert bytes_heard == heard(seed)
     assert len(orders) == 5
-
-
-# -- faults at messages -----------------------------------------------------------------------------------------------
-
-
-def watched(strike: Callable[[Scene], object], peer: str, number: int) -> tuple[Scene, int]:
-    """A scene of two bytes in which something strikes just before a message, and how many messages the peer had."""
-    scene, counts = Scene(), [0]
-
-    def watch(who: str, count: int, way: str, other: str) -> None:
-        if who == peer:
-            counts.append(count)
-            if count == number:
-                strike(scene)
-
-    scene.network.watch = watch
-    scene.run((0, lambda scene: scene.send(b"\x01\x02")))
-    return scene, max(counts)
-
-
-@pytest.mark.parametrize("peer, number", [(peer, number) for peer in "ab" for number in range(1, 7)])
-def test_peer_dies_just_before_its_message_takes_effect(peer: str, number: int) -> None:
-    """a sends the opening, by 3 its deadline, by 4 and 5 the bytes, by 6 the end; b receives the bytes by 3 and 4."""
-    scene, messages = watched(kill(peer), peer, number)
-    assert messages == number
-    assert len(scene.heard) <= {"a": number - 4, "b": number - 3}[peer] if number > 3 else not scene.heard
-    assert not scene.network.nodes[peer].ends and not scene.network.nodes[peer].process.tasks
-    assert (peer, number) == ("b", 6) or "EOFError" not in scene.ends
-
-
-@pytest.mark.parametrize("number", range(1, 7))
-def test_silence_at_a_message_delays_that_message(number: int) -> None:
-    """At a message sent and at one received: it comes through only after the link has healed, in order."""
-    struck: list[float] = []
-
-    def strike(scene: Scene) -> None:
-        struck.append(now())
-        for pair in (("a", "b"), ("b", "a")):
-            scene.network.block(*pair)
-            asyncio.get_running_loop().call_later(5.0, scene.network.heal, *pair)
-
-    scene, _ = watched(strike, "b", number)
-    late = [time for time, *_ in scene.heard if time > struck[0]]
-    assert len(scene.heard) == 2 and all(time >= struck[0] + 5 for time in late)
-    assert len(late) == max(0, min(2, 5 - number))
