@@ -30,10 +30,10 @@ class Activity(IntEnum):
 class ActivitySwitch:
     """What a peer has been asked to do (`wanted`), and what it tells others of itself."""
 
-    def __init__(self, announce: Callable[[Activity], None]) -> None:
-        """`announce` tells the other peers at once."""
+    def __init__(self) -> None:
         self.wanted, self.released = Activity.WORK, False  # whether its worker ended in the last absence
-        self._announce, self._told = announce, Activity.WORK
+        self.announce: Callable[[Activity], None] = lambda activity: None  # tells the other peers at once
+        self._told = Activity.WORK
         self._changed = Notifier()
 
     @property
@@ -50,7 +50,7 @@ class ActivitySwitch:
         """Tell the other peers, if it is new."""
         if activity is not self._told:
             self._told = activity
-            self._announce(activity)
+            self.announce(activity)
 
     def wake(self) -> None:
         self._changed.notify()

@@ -12,20 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median_low
 
 from node.outer.activity import Activity
 from node.outer.closing import LOOK_SECONDS, SKETCH_SECONDS, ClosingPhase, ClosingResult, joined
 from node.outer.mixing import MixingStrategy, PullMixing, StateMixing
 from node.outer.noloco import NoLoCo
-from node.outer.outer_loop import FIRST_ROUND_LIMIT_SECONDS, OuterLoop, OuterLoopDeps, RoundResult
+from node.outer.outer_loop import CATCH_UP_SECONDS, FIRST_ROUND_LIMIT_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult
 from node.outer.round_history import LocalHistory
-from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch, distance, furthest, sketch, spread
 from node.outer.sketch import mean as middle
+from node.outer.state import OuterState
 from node.reporting.report import LapTimer, RoundReport
+from node.storage.checkpoint_manager import CheckpointManager
 from node.tasks.extra import trained_elements
 from protocols.base import (
     AveragingResult,
@@ -37,9 +38,10 @@ from protocols.base import (
     Outcome,
     PeerId,
     RoundKey,
+    Trainer,
 )
 from protocols.sync.independent_sync import IndependentStateSync
-from protocols.sync.snapshot import Snapshot
+from protocols.sync.snapshot import Snapshot, Snapshots
 from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors.views import norm
 
@@ -53,43 +55,44 @@ LATE_SHARE = 0.5
 """Share of a round's time limit. A peer that trained for longer had little or no time left to average."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndependentOptions:
-    """How the outer loop of a peer with independent state deals with the other peers."""
-
-    # sends our sketch to the others, and returns the latest sketch of each live peer
-    compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda sketch: {}
-    spread_limit: float = math.inf  # largest accepted spread of the peers' parameters, as in reports
-    closing: ClosingPhase | None = None
-    newcomer: bool = False  # it must fetch its first state, and must serve none before
-    rounds: Callable[[], Mapping[PeerId, int]] = dict  # the round of each other live peer
-
-
 class IndependentOuterLoop(OuterLoop):
     """The outer loop of a peer with independent state. The chain is the peer's own rounds."""
 
     SHARES_ANCHOR = False
+    chain: LocalHistory
 
     def __init__(
         self,
         chain: LocalHistory,
         averager: IndependentAverager,
-        optimizer: OuterSGD | NoLoCo,
-        deps: OuterLoopDeps,
-        options: IndependentOptions = IndependentOptions(),
+        *,
+        state: OuterState,
+        trainer: Trainer,
+        wall: Callable[[], float],
+        snapshots: Snapshots | None = None,
+        checkpoints: CheckpointManager | None = None,
+        compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda sketch: {},
+        spread_limit: float = math.inf,
+        closing: ClosingPhase | None = None,
+        rounds_of_others: Callable[[], Mapping[PeerId, int]] = dict,
     ) -> None:
-        """NoLoCo's step includes the averaging; with SGD, states are averaged after it. The trainer must hold the
-        anchor.
+        """The trainer must hold the state's anchor. NoLoCo's step includes the averaging; with SGD, states are averaged
+        after it.
+
+        `compare` sends our sketch to the others, and returns the latest sketch of each live peer; `spread_limit` is the
+        largest accepted spread of the peers' parameters, as in reports.
         """
-        super().__init__(averager.me, optimizer, deps)
-        self.chain, self.averager, self._options = chain, averager, options
-        self.has_drifted, self.lacks_state = False, options.newcomer
+        me = averager.me
+        super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
+        self.chain, self.averager, self.has_drifted = chain, averager, False
+        self._compare_sketches, self._spread_limit = compare, spread_limit
+        self._closing, self._rounds_of_others = closing, rounds_of_others
         self._sketches: dict[PeerId, Sketch] = {}  # the others' sketches, as of the last round
         self._sketch: Sketch | None = None  # our own, as sent to the others
         self._kept_round = -1
-        exchanged = self.state, deps.trainer, deps.compute, self.me.peer
+        rule, exchanged = state.outer, (state, trainer, me.peer)
         self._mixing: MixingStrategy = (
-            PullMixing(*exchanged, optimizer) if isinstance(optimizer, NoLoCo) else StateMixing(*exchanged)
+            PullMixing(*exchanged, rule) if isinstance(rule, NoLoCo) else StateMixing(*exchanged)
         )
 
     @property
@@ -99,7 +102,7 @@ class IndependentOuterLoop(OuterLoop):
     @property
     def seeks_state(self) -> bool:
         """Whether this peer must fetch another peer's state. Until then it serves none."""
-        return self.lacks_state or self.has_drifted
+        return self.chain.lacks_state or self.has_drifted
 
     async def stay_away(self, until: Callable[[], bool]) -> None:
         """As `OuterLoop.stay_away`. This peer then continues in the round of those that have worked meanwhile.
@@ -112,35 +115,16 @@ class IndependentOuterLoop(OuterLoop):
             return
         await super().stay_away(until)
         self.has_drifted |= self.activity.released and not self.leaving
-        if here := self._options.rounds().values():
-            self.chain.move_to(replace(self.key, round=max(self.key.round, median_low(here))))
+        if here := self._rounds_of_others().values():
+            self.chain.key = replace(self.key, round=max(self.key.round, median_low(here)))
 
-    @property
-    def holds_up_run(self) -> bool:
-        """Peers with independent state never wait for this one."""
-        return False
-
-    def took_part(self, report: RoundReport) -> bool:
-        """Whether the report is of a round, not of the fetching of another peer's state."""
-        return report.outcome != Outcome.SUPERSEDED
-
-    async def settle(self) -> None:
-        async with self._changes():
-            await self._settle()
-
-    async def _settle(self) -> None:
-        await self.state.hash()
-        self.chain.move_to(replace(self.key, lineage=self.state.root(self.key.round)))
-        snapshots = None if self.lacks_state else self._snapshots
+    async def _settled(self) -> None:
+        self.chain.key = replace(self.key, lineage=self.state.root(self.key.round))
         # A peer that moves on to the others' round may skip the one in which a checkpoint is due.
-        if snapshots and self.key.round // snapshots.every_rounds > self._kept_round // snapshots.every_rounds:
+        every_rounds = self._snapshots.every_rounds
+        if not self.chain.lacks_state and self.key.round // every_rounds > self._kept_round // every_rounds:
             self._kept_round = self.key.round
-            await self._keep(snapshots, self.key)
-
-    async def keep(self) -> None:
-        async with self._changing:  # for a whole round: others may average with the state while this peer trains
-            if self._checkpoints and self._is_settled and not self.lacks_state:
-                await self._keep(self._checkpoints.snapshots, self.key)
+            await self._keep()
 
     async def start_from(self, snapshot: Snapshot) -> None:
         """Take over the state and the round of a snapshot: of an earlier incarnation, or of another peer.
@@ -148,17 +132,48 @@ class IndependentOuterLoop(OuterLoop):
         Call `settle` afterwards. Raises OSError, with nothing changed, if the snapshot cannot be read.
         """
         await self._mixing.take(snapshot)
-        self.chain.move_to(replace(self.key, round=max(self.key.round, snapshot.round)))
+        self.chain.key = replace(self.key, round=max(self.key.round, snapshot.round))
         self._kept_round = self.key.round - 1
+
+    async def rounds(
+        self,
+        sync: IndependentStateSync,
+        should_continue: Callable[[], bool],
+        set_state: Callable[[str, str], None] = lambda state, reason: None,
+    ) -> AsyncIterator[RoundReport]:
+        """As `OuterLoop.rounds`. A joiner, or a peer that has drifted too far, fetches another peer's state.
+
+        A drifted peer tries once a round and keeps averaging in between, which may also bring it back.
+        """
+        tried: RoundReport | None = None
+        while should_continue():
+            if self.activity.pauses and not self.leaving:
+                await self.stay_away(lambda: not self.activity.pauses)
+                continue
+            if self.seeks_state:
+                set_state("syncing", "fetching a state from a peer that has one")
+                report = await self.catch_up(sync, asyncio.get_running_loop().time() + CATCH_UP_SECONDS)
+                report = report.after(tried) if tried else report
+                tried = None if report.outcome == Outcome.SUPERSEDED else report
+                if tried is None:
+                    yield report
+                    continue
+            if self.chain.lacks_state:
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            report = await self.run_round()
+            yield report.after(tried) if tried else report
+            tried = None
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
-    async def run_round(self, wall: Callable[[], float]) -> RoundReport:
+    async def run_round(self) -> RoundReport:
         """Train, step, average with the partners of this round (or keep this peer's own step), and report."""
-        key, watch, mixing = self.key, LapTimer(), self._mixing
+        head, watch, mixing = self.chain.head, LapTimer(), self._mixing
+        key = head.key
         self._begin_round(key.lineage)
-        async with self._changes():
-            async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
+        async with self._changes():  # for the whole round: others may average with the state while this peer trains
+            async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
                 mixing.share(session)
                 work, _ = await self._train(session, key, key.lineage, surplus=True)
                 await mixing.reclaim(session)
@@ -166,14 +181,21 @@ class IndependentOuterLoop(OuterLoop):
                 mean, work = await self._step_and_average(session, work, key)
                 watch.lap("average")
             self._set_limit(mean, work, watch)
-            self.chain.move_to(replace(key, round=session.round + 1))
+            self.chain.key = replace(key, round=session.round + 1)
             mean, undone = joined(mean, mixing.held), mixing.undone
             closed = await self._close(replace(key, round=session.round), watch)
             await mixing.begin()
             await self._settle()
-        done = RoundResult(key, key.lineage, closed.follows(mean), work, watch.seconds)
-        report = self._report_exchanges(done, session, closed, wall())
-        report = replace(report, half_exchanges=report.half_exchanges + undone)
+        done = RoundResult(head, closed.follows(mean), work, watch.seconds)
+        report = replace(
+            self._report(done),
+            round=session.round,
+            group=session.group,
+            messages=tuple(name for each in done.mean.contributions.values() for name in each.messages),
+            half_exchanges=session.half_exchanges + closed.half_exchanges + undone,
+            mass_drift=session.mass_drift + closed.mass_drift,
+            closing_exchanges=closed.exchanges,
+        )
         return await self._compare(report, key, closed.sketches)
 
     async def _step_and_average(
@@ -184,22 +206,9 @@ class IndependentOuterLoop(OuterLoop):
         self._offer_again = lambda: None
         return mean, work
 
-    def _report_exchanges(
-        self, done: RoundResult, session: IndependentSession, closed: ClosingResult, time: float
-    ) -> RoundReport:
-        return replace(
-            self._report(done, self.key.lineage, time),
-            round=session.round,
-            group=session.group,
-            messages=tuple(name for each in done.mean.contributions.values() for name in each.messages),
-            half_exchanges=session.half_exchanges + closed.half_exchanges,
-            mass_drift=session.mass_drift + closed.mass_drift,
-            closing_exchanges=closed.exchanges,
-        )
-
     async def _close(self, key: RoundKey, watch: LapTimer) -> ClosingResult:
         """Run the closing exchanges, if that was the run's last round and this peer does not leave."""
-        closing = self._options.closing
+        closing = self._closing
         if closing is None or self.leaving or not closing.is_due(self.key.round):
             return ClosingResult()
 
@@ -207,7 +216,7 @@ class IndependentOuterLoop(OuterLoop):
             self._offer_again, self._waiting_for = session.cut.set, closing.behind
 
         def sketches() -> Mapping[PeerId, Sketch]:
-            return self._options.compare(self._sketch) if self._sketch else {}
+            return self._compare_sketches(self._sketch) if self._sketch else {}
 
         seconds = (watch.seconds["train"], self._limit_seconds)
         closed = await closing.run(self._mixing, key, seconds, on_enter, sketches)
@@ -232,7 +241,7 @@ class IndependentOuterLoop(OuterLoop):
 
         `before` are the last sketches of peers that are about to send new ones, which this method waits for.
         """
-        compare, spread_limit = self._options.compare, self._options.spread_limit
+        compare, spread_limit = self._compare_sketches, self._spread_limit
         anchor, loop = self.anchor, asyncio.get_running_loop()
         finite = await self._compute.run(lambda: math.isfinite(norm([anchor])), 4 * len(anchor))
         trained = anchor[: trained_elements(self.trainer.layout)]
@@ -252,35 +261,29 @@ class IndependentOuterLoop(OuterLoop):
 
     # -- another's state ----------------------------------------------------------------------------------------------
 
-    async def catch_up(
-        self, state_sync: IndependentStateSync, wall: Callable[[], float], deadline: Deadline
-    ) -> RoundReport:
+    async def catch_up(self, sync: IndependentStateSync, deadline: Deadline) -> RoundReport:
         """Fetch the state of the peer whose parameters are nearest to the mean of all live peers, and continue from it.
 
         Failures of other peers do not raise: with the outcome `undecided`, nothing has changed.
         """
-        key, watch = self.key, LapTimer()
-        outcome = Outcome.UNDECIDED
+        head, watch, caught_up = self.chain.head, LapTimer(), False
         try:
-            fetching = state_sync.fetch(self._nearest, deadline)
+            fetching = sync.fetch(self._nearest, deadline)
             snapshot = await self.activity.unless(lambda: self.activity.wanted is Activity.AWAY, fetching)
             if snapshot is None:
                 raise StateUnavailable("this peer is to be away")
             async with self._changes():
                 await self.start_from(snapshot)
-                outcome, self.has_drifted, self.lacks_state = Outcome.SUPERSEDED, False, False
+                caught_up, self.has_drifted, self.chain.lacks_state = True, False, False
+                for each in self._snapshots.held():  # of the previous state
+                    self._snapshots.drop(each)
                 self._keep_fetched(snapshot)
                 await self._settle()
         except StateUnavailable as error:
             log.debug("no state to continue from: %s", error)
         except OSError as error:
             log.warning("the state that was fetched cannot be read: %s", error.strerror or error)
-        blamed, sent, received = state_sync.accounting.take()
-        mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
-        idle, seconds = LocalProgress(0, math.nan, 0.0, 0.0), {"train": 0.0, "average": watch.total()}
-        done = RoundResult(key, key.lineage, mean, idle, seconds)
-        downloaded = state_sync.take_bytes()
-        return replace(self._report(done, self.key.lineage, wall()), bytes_downloaded=downloaded)
+        return self._report_catch_up(head, sync, watch, caught_up=caught_up)
 
     def _nearest(self, donors: Sequence[PeerId]) -> Sequence[PeerId]:
         centre = middle([self._sketches[peer] for peer in sorted(self._sketches)])
@@ -288,13 +291,3 @@ class IndependentOuterLoop(OuterLoop):
         return sorted(
             donors, key=lambda donor: known.get(donor, math.inf)
         )  # donors without a sketch last, the newest state first
-
-    def _keep_fetched(self, snapshot: Snapshot) -> None:
-        """Keep a fetched snapshot, which other peers may fetch too, and drop those of the previous state."""
-        if self._snapshots:
-            for each in self._snapshots.held():
-                self._snapshots.drop(each)
-        if self._checkpoints:
-            self._checkpoints.take(snapshot)
-        elif self._snapshots:
-            self._snapshots.put(snapshot)

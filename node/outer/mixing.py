@@ -24,7 +24,6 @@ from node.outer.state import OuterState
 from protocols.base import (
     AveragingResult,
     ClosingSession,
-    Compute,
     Contribution,
     IndependentSession,
     LocalProgress,
@@ -45,10 +44,10 @@ NO_MEAN = "the mean is not finite: it keeps its own state"
 class MixingStrategy(ABC):
     """Exchanges one peer's state in each round: `share`, `reclaim`, `mix`, and `begin` again."""
 
-    def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId) -> None:
+    def __init__(self, state: OuterState, trainer: Trainer, me: PeerId) -> None:
         self.held: Mapping[PeerId, Contribution] = {}  # of peers that averaged with the shared state in this round
         self.undone = 0  # exchanges of this round that this peer reverted, and its partners did not
-        self._state, self._trainer, self._compute, self._me = state, trainer, compute, me
+        self._state, self._trainer, self._compute, self._me = state, trainer, state.compute, me
         self._origin = state.anchor.clone()  # the parameters that the trainer starts from
         self._delta = torch.empty_like(state.anchor)
 
@@ -137,7 +136,8 @@ class StateMixing(MixingStrategy):
     ) -> tuple[AveragingResult, LocalProgress]:
         stepped = not diverged(work) and await self._step(work, trained)
         work = offer(work if stepped else nothing_of(work))
-        mean = await self._average(session, work)
+        mean = await session.average([self._state.anchor, self._state.velocity], work, [self._origin, self._delta])
+        mean = await self._adopt(mean)
         return (mean if stepped else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
     async def _step(self, work: LocalProgress, trained: int) -> bool:
@@ -150,10 +150,6 @@ class StateMixing(MixingStrategy):
         self._revert()
         return False
 
-    async def _average(self, session: IndependentSession, work: LocalProgress) -> AveragingResult:
-        into = [self._origin, self._delta]
-        return await self._adopt(await session.average([self._state.anchor, self._state.velocity], work, into))
-
 
 class PullMixing(MixingStrategy):
     """Exchanges contributions to NoLoCo's step. Each peer's own momentum pulls the parameters together.
@@ -162,8 +158,8 @@ class PullMixing(MixingStrategy):
     step afterwards.
     """
 
-    def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId, rule: NoLoCo) -> None:
-        super().__init__(state, trainer, compute, me)
+    def __init__(self, state: OuterState, trainer: Trainer, me: PeerId, rule: NoLoCo) -> None:
+        super().__init__(state, trainer, me)
         self._rule = rule
         self._shared = torch.empty_like(state.anchor)  # the mean of the last step, as changed by exchanges since
         self._stepped = False  # whether there was a step; `_delta` then holds its original mean

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
+from typing import Any, ClassVar
 
 from node.outer.activity import Activity, ActivitySwitch
-from node.outer.noloco import NoLoCo
-from node.outer.sgd import OuterSGD
+from node.outer.round_history import RoundHistory
 from node.outer.state import OuterState
 from node.reporting.report import LapTimer, RoundReport, TrainingDelta
 from node.storage.checkpoint_manager import CheckpointManager
 from protocols.base import (
     AveragingResult,
     AveragingSession,
-    Compute,
+    Head,
     LocalProgress,
     Member,
+    Outcome,
     PeerId,
     RoundKey,
     Trainer,
     Vector,
 )
+from protocols.sync.service import SyncServiceBase
 from protocols.sync.snapshot import Snapshot, Snapshots
 from protocols.wire import MAX_NORM
 
@@ -40,27 +40,17 @@ ROUND_LIMIT_MULTIPLE = 10.0
 ROUND_LIMIT_FLOOR_SECONDS = 60.0
 FIRST_STEP_SECONDS = 2.0
 """Time that a leaving peer without any work waits for its first step, which it then contributes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OuterLoopDeps:
-    """Dependencies of an outer loop of either kind."""
-
-    trainer: Trainer
-    compute: Compute  # runs arithmetic over whole vectors
-    anchor: Vector  # outer parameters to start from, float32 (n), which the outer loop owns from now on
-    snapshots: Snapshots | None = None  # copies of the outer state, for this peer and for others
-    checkpoints: CheckpointManager | None = None  # writes into the same `snapshots`
-    on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None  # `training` or `averaging`
-    on_activity: Callable[[Activity], None] = lambda activity: None  # tells the other peers
+CATCH_UP_SECONDS = 120.0
+"""Time to find out what was decided and to receive the first bytes. A transfer that makes progress may take longer."""
+PAUSE_SECONDS = 1.0
+"""Pause before the peer retries what came to nothing: peers that are ahead need time, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
     """Result of one round at this peer."""
 
-    key: RoundKey
-    anchor: bytes  # lineage of the state that the work was measured from
+    head: Head  # before the round
     mean: AveragingResult  # COMMITTED only if it was applied
     work: LocalProgress
     seconds: Mapping[str, float]  # of the laps `train` and `average`
@@ -68,19 +58,31 @@ class RoundResult:
     outcome: str = ""  # for the report, if it is not that of the mean
 
 
-class OuterLoop:
+class OuterLoop(ABC):
     """The base of the outer loops: holds the outer state, and trains and reports in each round."""
 
     SHARES_ANCHOR: ClassVar[bool] = True
     """Whether all peers measure their work from one state."""
+    chain: RoundHistory
 
-    def __init__(self, me: Member, optimizer: OuterSGD | NoLoCo, deps: OuterLoopDeps) -> None:
-        self.me, self.trainer, self.leaving = me, deps.trainer, False
-        self.state = OuterState(deps.anchor, torch.zeros_like(deps.anchor), optimizer, deps.compute)
-        self._compute, self._snapshots, self._checkpoints = deps.compute, deps.snapshots, deps.checkpoints
-        self._on_progress = deps.on_progress
+    def __init__(
+        self,
+        me: Member,
+        *,
+        state: OuterState,
+        trainer: Trainer,
+        wall: Callable[[], float],
+        snapshots: Snapshots | None = None,
+        checkpoints: CheckpointManager | None = None,
+    ) -> None:
+        """`snapshots` are copies of the outer state, for this peer and for others; else those of `checkpoints`."""
+        self.me, self.trainer, self.leaving = me, trainer, False
+        self.state, self._compute, self._wall = state, state.compute, wall
+        self._snapshots = checkpoints.snapshots if checkpoints else snapshots or Snapshots()
+        self._checkpoints = checkpoints
+        self.on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None  # `training` or `averaging`
         self._changing, self._is_settled = asyncio.Lock(), False
-        self.activity = ActivitySwitch(deps.on_activity)
+        self.activity = ActivitySwitch()
         self._departs = False  # an offer of this round says that it leaves the roster, to be away
         self._parent = b""  # the lineage that the round under way extends
         self._rested = False  # it has rested in this round
@@ -95,10 +97,6 @@ class OuterLoop:
     def anchor(self) -> Vector:
         return self.state.anchor
 
-    @property
-    def velocity(self) -> Vector:
-        return self.state.velocity
-
     def waiting_for(self) -> Sequence[PeerId]:
         return self._waiting_for()
 
@@ -111,14 +109,63 @@ class OuterLoop:
         await self.state.take(snapshot)
         await self.trainer.write(self.anchor)
 
-    async def _keep(self, snapshots: Snapshots, key: RoundKey) -> None:
-        """Keep the state before the round of this key, if it is not kept yet."""
-        if snapshots.get(key.lineage):
+    @abstractmethod
+    def rounds(
+        self,
+        sync: Any,
+        should_continue: Callable[[], bool],
+        set_state: Callable[[str, str], None] = lambda state, reason: None,
+    ) -> AsyncIterator[RoundReport]:
+        """Run rounds while `should_continue` says so; yields a report for each, and for each time that the peer caught
+        up.
+
+        The cost of an attempt to catch up that failed is in the report of the round that follows. `set_state` is called
+        with what this peer does and why, if that is not a round.
+        """
+
+    def took_part(self, report: RoundReport) -> bool:
+        """Whether this peer took part in the round: it did not only observe it, skip it or fetch another's state."""
+        return report.peer in report.peers if self.SHARES_ANCHOR else report.outcome != Outcome.SUPERSEDED
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        async with self._changes():
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """The state has changed: set the head's state root, and keep a snapshot if one is due."""
+        await self.state.hash()
+        await self._settled()
+
+    @abstractmethod
+    async def _settled(self) -> None:
+        """As `_settle`, for a state that is hashed already."""
+
+    async def keep(self) -> None:
+        """Write a checkpoint of the state that the present round begins from, at any time; waits while the state
+        changes.
+        """
+        async with self._changing:
+            if self._checkpoints and self._is_settled:
+                await self._keep()
+
+    async def _keep(self) -> None:
+        """Keep the state before the present round, if this peer has it and does not keep it yet."""
+        key = self.chain.head.key
+        if self.chain.lacks_state or self._snapshots.get(key.lineage):
             return
         if self._checkpoints:
             await self._checkpoints.keep(self.state, key)
         else:
-            await self.state.keep(snapshots, key)
+            await self.state.keep(self._snapshots, key)
+
+    def _keep_fetched(self, snapshot: Snapshot) -> None:
+        """Keep another peer's snapshot, which others may fetch, too."""
+        if self._checkpoints:
+            self._checkpoints.take(snapshot)
+        else:
+            self._snapshots.put(snapshot)
 
     @asynccontextmanager
     async def _changes(self) -> AsyncIterator[None]:
@@ -127,6 +174,8 @@ class OuterLoop:
             self._is_settled = False
             yield
             self._is_settled = True
+
+    # -- leaving and pausing ------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Offer the work so far as final: this peer leaves when the round is over."""
@@ -167,16 +216,12 @@ class OuterLoop:
             await activity.until(lambda: activity.wanted is not wanted or until() or self.leaving)  # noqa: B023 - awaited
         activity.tell(min(activity.wanted, Activity.REST))
 
-    async def keep(self) -> None:
-        """Write a checkpoint of the state that the present round begins from, at any time; waits while the state
-        changes.
-        """
-        raise NotImplementedError
-
     @property
     def holds_up_run(self) -> bool:
         """Whether the run waits for this peer while it pauses."""
-        raise NotImplementedError
+        return False
+
+    # -- a round ------------------------------------------------------------------------------------------------------
 
     def _begin_round(self, parent: bytes) -> None:
         """A round begins. What was said in the last one holds no longer, unless it is the same round again."""
@@ -203,7 +248,7 @@ class OuterLoop:
 
     def _show_progress(self, phase: str, work: LocalProgress) -> None:
         self._trained.hear(work)
-        self._on_progress(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
+        self.on_progress(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
 
     def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
         """The work as offered to other members: with this peer's state root, and without tokens if it diverged."""
@@ -222,8 +267,18 @@ class OuterLoop:
     def _learn_limit(self, watch: LapTimer) -> None:
         self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
 
-    def _report(self, done: RoundResult, lineage: bytes, time: float) -> RoundReport:
-        me, key, mean, anchor = self.me, done.key, done.mean, done.anchor.hex()
+    def _report_catch_up(
+        self, head: Head, sync: SyncServiceBase[Any], watch: LapTimer, *, caught_up: bool, finite: bool = True
+    ) -> RoundReport:
+        """Report an attempt to catch up that began at `head`."""
+        blamed, sent, received = sync.accounting.take()
+        outcome = Outcome.SUPERSEDED if caught_up else Outcome.UNDECIDED
+        mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
+        idle, laps = LocalProgress(0, math.nan, 0.0, 0.0), {"train": 0.0, "average": watch.total()}
+        return replace(self._report(RoundResult(head, mean, idle, laps, finite)), bytes_downloaded=sync.take_bytes())
+
+    def _report(self, done: RoundResult) -> RoundReport:
+        me, key, mean, anchor = self.me, done.head.key, done.mean, done.head.anchor.hex()
         trained_tokens, trained_seconds = self._trained.take()
         known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage
         counted = {p: (anchor if p in known else "", c.chunks_counted, c.chunks) for p, c in mean.contributions.items()}
@@ -233,7 +288,7 @@ class OuterLoop:
             incarnation=me.incarnation,
             round=key.round,
             parent=key.lineage.hex(),
-            lineage=lineage.hex(),
+            lineage=self.chain.head.key.lineage.hex(),
             anchor_lineage=anchor,
             outcome=done.outcome or str(mean.outcome),
             peers=mean.peers,
@@ -249,7 +304,7 @@ class OuterLoop:
             seconds_average=done.seconds["average"],
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,
-            time=time,
+            time=self._wall(),
         )
 
 

@@ -5,8 +5,8 @@ A peer that missed rounds catches up with the decisions of the others.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,18 +14,20 @@ import torch
 from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
 from node.outer.error_feedback import ErrorFeedback
-from node.outer.outer_loop import OuterLoop, OuterLoopDeps, RoundResult, diverged
-from node.outer.sgd import OuterSGD, pseudo_gradient
+from node.outer.outer_loop import CATCH_UP_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult, diverged
+from node.outer.sgd import pseudo_gradient
+from node.outer.state import OuterState
 from node.reporting.report import LapTimer, RoundReport
+from node.storage.checkpoint_manager import CheckpointManager
 from protocols.base import (
     Averager,
     AveragingResult,
     AveragingSession,
     Deadline,
-    Head,
     LocalProgress,
     Outcome,
     PeerFault,
+    Trainer,
 )
 from protocols.consensus.messages import Certificate
 from protocols.consensus.record import Kind, Record
@@ -34,52 +36,47 @@ from protocols.history.fork_choice import Branch
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
 
-__all__ = ["ReplicatedOuterLoop", "RoundReport"]
-
 KEEP_COUNTED = 4096
 """Rounds for which a peer remembers how much of its work counted, to report the cost of a switch of branch."""
 PROOF_SHARE = 1 / 3
 """Share of the catch-up time for proofs: peers that prove nothing must leave time to fetch the state."""
+AGAIN_SECONDS, NEAR_ROUNDS = 1.0, 2
+"""If catching up took longer and covered more rounds, the peer catches up again. The next pass is shorter, because
+fewer rounds were decided during this one."""
+MAX_PASSES = 16
+"""Times in a row that a peer catches up. It then enters a round, in which it learns what is being decided."""
 
 
 class ReplicatedOuterLoop(OuterLoop):
+    chain: Chain
+
     def __init__(
         self,
         chain: Chain,
         averager: Averager,
-        optimizer: OuterSGD,
-        deps: OuterLoopDeps,
+        *,
+        state: OuterState,
+        trainer: Trainer,
+        wall: Callable[[], float],
         feedback: ErrorFeedback | None = None,
+        snapshots: Snapshots | None = None,
+        checkpoints: CheckpointManager | None = None,
     ) -> None:
-        super().__init__(averager.me, optimizer, deps)
+        me = averager.me
+        super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
         self.chain, self.averager, self.feedback = chain, averager, feedback
-        self._delta, self._mean = torch.empty_like(deps.anchor), torch.empty_like(deps.anchor)
+        self._delta, self._mean = torch.empty_like(state.anchor), torch.empty_like(state.anchor)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
         """Restore from earlier incarnations, by lineage, the tokens of this peer's work that each round counted."""
         self._counted.update(list(counted.items())[-KEEP_COUNTED:])
 
-    async def settle(self) -> None:
-        async with self._changes():
-            await self.state.hash()
-            await self._settled()
-
     async def _settled(self) -> None:
-        """Set the head's state root, and keep a snapshot if one is due."""
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
-        if self._snapshots and key.round % self._snapshots.every_rounds == 0:
-            await self._keep_head(self._snapshots)
-
-    async def _keep_head(self, snapshots: Snapshots) -> None:
-        if not self.chain.lacks_state:
-            await self._keep(snapshots, self.chain.head.key)
-
-    async def keep(self) -> None:
-        async with self._changing:
-            if self._checkpoints and self._is_settled:
-                await self._keep_head(self._checkpoints.snapshots)
+        if key.round % self._snapshots.every_rounds == 0:
+            await self._keep()
 
     @property
     def may_be_away(self) -> bool:
@@ -92,13 +89,44 @@ class ReplicatedOuterLoop(OuterLoop):
         """Whether this peer is the only one of the roster: without it, no round can be decided."""
         return self.chain.head.roster == (self.me,)
 
-    def took_part(self, report: RoundReport) -> bool:
-        """Whether this peer took part in the round: it did not only observe it, and the round was not skipped."""
-        return report.peer in report.peers
+    async def rounds(
+        self,
+        sync: ChainSync,
+        should_continue: Callable[[], bool],
+        set_state: Callable[[str, str], None] = lambda state, reason: None,
+    ) -> AsyncIterator[RoundReport]:
+        loop = asyncio.get_running_loop()
+        behind, passes = self.me not in self.chain.head.roster, 0
+        while should_continue():
+            if self.may_be_away:
+                await self.stay_away(lambda: self.activity.wanted is not Activity.AWAY)
+                behind = True
+                continue
+            tried = None
+            if behind:
+                set_state("syncing", "catching up with the other peers")
+                began = loop.time()
+                tried = await self.catch_up(sync, began + CATCH_UP_SECONDS)
+                if tried.outcome == Outcome.SUPERSEDED:
+                    passes += 1
+                    was_far = tried.replayed_rounds > NEAR_ROUNDS or tried.bytes_downloaded > 0
+                    behind = passes < MAX_PASSES and was_far and loop.time() - began >= AGAIN_SECONDS
+                    yield tried
+                    continue  # the peer may have caught up with the end of the run
+                if self.may_be_away:
+                    yield tried
+                    continue
+                if not passes:
+                    await asyncio.sleep(PAUSE_SECONDS)
+            passes = 0
+            report = await self.run_round()
+            yield report.after(tried) if tried else report
+            behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
+            sync.stranded = report.outcome == Outcome.UNDECIDED
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
-    async def run_round(self, wall: Callable[[], float]) -> RoundReport:
+    async def run_round(self) -> RoundReport:
         """Train, average, step and report once. A peer outside the head's roster observes, and asks to be admitted."""
         head, watch = self.chain.head, LapTimer()
         self._begin_round(head.key.lineage)
@@ -110,12 +138,11 @@ class ReplicatedOuterLoop(OuterLoop):
             watch.lap("train")
             mean, work = await self._average(session, work, head.state_root)
             watch.lap("average")
-        done = RoundResult(head.key, head.anchor, mean, work, watch.seconds)
-        done = await self._step(head, done, one_step=offers[:2] == [0, work.tokens])
+        done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step=offers[:2] == [0, work.tokens])
         # a round that ran into its limit must not raise it, nor one in which all members rested
         if mean.outcome is Outcome.COMMITTED and not self._rested:
             self._learn_limit(watch)
-        return self._report(done, self.chain.head.key.lineage, wall())
+        return self._report(done)
 
     async def _average(
         self, session: AveragingSession, work: LocalProgress, state_root: bytes
@@ -137,12 +164,12 @@ class ReplicatedOuterLoop(OuterLoop):
         offered = super()._offered(work, state_root)
         return self.feedback.offered(offered) if self.feedback else offered
 
-    async def _step(self, head: Head, done: RoundResult, one_step: bool) -> RoundResult:
+    async def _step(self, done: RoundResult, one_step: bool) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.
 
         `one_step`: the worker took only one step, so that the first offer was empty and the second covered all work.
         """
-        mean, me = done.mean, self.me
+        head, mean, me = done.head, done.mean, self.me
         certificate, record = mean.certificate, mean.record
         if mean.outcome is Outcome.COMMITTED and head.roster == (me,):
             done = replace(done, outcome="alone")
@@ -190,7 +217,7 @@ class ReplicatedOuterLoop(OuterLoop):
 
     # -- catching up --------------------------------------------------------------------------------------------------
 
-    async def catch_up(self, sync: ChainSync, wall: Callable[[], float], deadline: Deadline) -> RoundReport:
+    async def catch_up(self, sync: ChainSync, deadline: Deadline) -> RoundReport:
         """Switch to the best branch that others can prove, and fetch its state; a joiner fetches that of its head.
 
         What was trained since the anchor is dropped. Never raises for what other peers do: the outcome `undecided` says
@@ -206,27 +233,17 @@ class ReplicatedOuterLoop(OuterLoop):
             chain.switch(branch.ancestor.key.lineage, branch.links)
         reached = None
         if branch or self.chain.lacks_state:
-            held = self._snapshots.held() if self._snapshots else ()
+            held = self._snapshots.held()
             attempt = CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline)
             reached = await self.activity.unless(lambda: self.may_be_away, attempt.run())
         lost_rounds, lost_tokens = 0, 0
         if reached:
             async with self._changes():
                 lost_rounds, lost_tokens = await self._adopt(branch, reached)
-        blamed, sent, received = sync.accounting.take()
-        downloaded = sync.take_bytes()
-        outcome = Outcome.SUPERSEDED if reached else Outcome.UNDECIDED
-        mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
-        idle, laps = LocalProgress(0, math.nan, 0.0, 0.0), {"train": 0.0, "average": watch.total()}
-        done = RoundResult(head.key, head.anchor, mean, idle, laps, finite=reached.finite if reached else True)
-        report = self._report(done, self.chain.head.key.lineage, wall())
-        return replace(
-            report,
-            lost_rounds=lost_rounds,
-            lost_tokens=lost_tokens,
-            replayed_rounds=reached.replayed_rounds if reached else 0,
-            bytes_downloaded=downloaded,
-        )
+        finite = reached.finite if reached else True
+        report = self._report_catch_up(head, sync, watch, caught_up=reached is not None, finite=finite)
+        replayed = reached.replayed_rounds if reached else 0
+        return replace(report, lost_rounds=lost_rounds, lost_tokens=lost_tokens, replayed_rounds=replayed)
 
     async def _adopt(self, branch: Branch | None, reached: CatchUpResult) -> tuple[int, int]:
         """Take the state that was reached; returns the rounds, and the tokens of this peer, that the switch costs."""
@@ -234,12 +251,9 @@ class ReplicatedOuterLoop(OuterLoop):
         if self.feedback:
             self.feedback.forget()
         lost = self.chain.switch(branch.ancestor.key.lineage, branch.links) if branch else ()
-        if self._snapshots:
-            self._snapshots.prune(self.chain)
-            if reached.snapshot and self._checkpoints:
-                self._checkpoints.take(reached.snapshot)
-            elif reached.snapshot:
-                self._snapshots.put(reached.snapshot)
+        self._snapshots.prune(self.chain)
+        if reached.snapshot:
+            self._keep_fetched(reached.snapshot)
         await self._settled()
         await self.trainer.write(self.anchor)
         return len(lost), sum(self._counted.pop(link.lineage, 0) for link in lost)

@@ -16,6 +16,10 @@ class RoundHistory(Protocol):
         """The tip, which the next round extends."""
 
     @property
+    def lacks_state(self) -> bool:
+        """Whether this peer does not have the state at the head."""
+
+    @property
     def trained(self) -> int:
         """Number of training rounds so far. A run has a fixed number of them."""
 
@@ -26,14 +30,14 @@ class RoundHistory(Protocol):
 class LocalHistory:
     """The rounds of one peer with independent state: its roster is this peer, its lineages are its state roots."""
 
-    def __init__(self, me: Member, key: RoundKey) -> None:
-        """`key` is that of the first round; its lineage is not known before the state is hashed."""
-        self.key = key
-        self._me = me
+    def __init__(self, me: Member, key: RoundKey, lacks_state: bool = False) -> None:
+        """`key` is that of the first round; its lineage is not known before the state is hashed.
 
-    def move_to(self, key: RoundKey) -> None:
-        """Set the key of the next round."""
-        self.key = key
+        A newcomer `lacks_state`: it must fetch its first state, and serve none before.
+        """
+        self.key = key  # of the next round
+        self.lacks_state = lacks_state
+        self._me = me
 
     @property
     def head(self) -> Head:

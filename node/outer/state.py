@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from node.outer.noloco import NoLoCo
 from node.outer.sgd import OuterSGD
 from protocols.base import Compute, RoundKey, Vector
@@ -15,17 +17,20 @@ log = logging.getLogger(__name__)
 class OuterState:
     """Outer parameters θ (`anchor`) and momentum m (`velocity`), float32 (n), their digests, and the outer step."""
 
-    def __init__(self, anchor: Vector, velocity: Vector, outer: OuterSGD | NoLoCo, compute: Compute) -> None:
-        self.anchor, self.velocity, self.outer = anchor, velocity, outer
+    def __init__(
+        self, anchor: Vector, outer: OuterSGD | NoLoCo, compute: Compute, velocity: Vector | None = None
+    ) -> None:
+        """Owns the vectors from now on. By default, the momentum is zero."""
+        self.anchor, self.outer, self.compute = anchor, outer, compute
+        self.velocity = torch.zeros_like(anchor) if velocity is None else velocity
         self.index = SnapshotIndex(len(anchor), ())
-        self._compute = compute
 
     def root(self, round_number: int) -> bytes:
         """The state root of this state before a round."""
         return self.index.state_root(round_number)
 
     async def hash(self) -> None:
-        self.index = await self._compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
+        self.index = await self.compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
     async def step(self, delta: Vector, trained: int) -> bool:
         """Take the outer step of a round along a mean pseudo-gradient, float32 (n), after `trained` training rounds.
@@ -39,15 +44,15 @@ class OuterState:
     async def advance(self, delta: Vector, trained: int) -> bool:
         """Like `step`, but without hashing. With NoLoCo, `delta` is the result of its `offer`."""
         outer = self.outer.at(trained)
-        return await self._compute.run(lambda: outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor))
+        return await self.compute.run(lambda: outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor))
 
     async def copy(self) -> OuterState:
-        other = await self._compute.run(self._copied, 16 * len(self.anchor))
+        def clone() -> OuterState:
+            return OuterState(self.anchor.clone(), self.outer, self.compute, self.velocity.clone())
+
+        other = await self.compute.run(clone, 16 * len(self.anchor))
         other.index = self.index
         return other
-
-    def _copied(self) -> OuterState:
-        return OuterState(self.anchor.clone(), self.velocity.clone(), self.outer, self._compute)
 
     async def take(self, source: OuterState | Snapshot) -> None:
         """Copy the vectors and digests of `source`, which has the same size.
@@ -62,7 +67,7 @@ class OuterState:
                 self.anchor.copy_(source.anchor)
                 self.velocity.copy_(source.velocity)
 
-        await self._compute.run(copy, 16 * len(self.anchor))
+        await self.compute.run(copy, 16 * len(self.anchor))
         self.index = source.index
 
     async def keep(self, snapshots: Snapshots, key: RoundKey) -> Snapshot | None:
@@ -74,7 +79,7 @@ class OuterState:
             return snapshot
 
         try:
-            snapshot = await self._compute.run(fill, 16 * len(self.anchor))
+            snapshot = await self.compute.run(fill, 16 * len(self.anchor))
         except OSError as error:
             log.warning("no snapshot is kept before round %d: %s", key.round + 1, error.strerror or error)
             return None

@@ -22,12 +22,12 @@ from node.membership.membership import Membership
 from node.network.dht import DhtDirectory
 from node.outer.closing import ClosingPhase
 from node.outer.error_feedback import ErrorFeedback, feedback
-from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
+from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
-from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.sgd import OuterSGD
+from node.outer.state import OuterState
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import public
 from node.session.discovery import discover
@@ -41,7 +41,7 @@ from node.storage.journal import Journal
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from protocols.aio import Gate, task_group
-from protocols.base import ClosingAverager, Host, Layout
+from protocols.base import ClosingAverager, Host, Layout, Trainer
 from protocols.blobs.parts import LEAST_ROUNDS, PartCache, PartStore
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
@@ -77,7 +77,8 @@ async def open_session(
     """
     config, state, tracker, view, run = peer.config, peer.state, peer.tracker, peer.view, manifest.config
     key = start.chain.head.key
-    history = start.chain if start.shares_anchor else LocalHistory(peer.me, key)
+    newcomer = not start.checkpoints and manifest.founder.peer != peer.me.peer
+    history = start.chain if start.shares_anchor else LocalHistory(peer.me, key, lacks_state=newcomer)
     layout = worker.layout
     extra = extra_elements(layout)
     not_sent = feedback(codec(run.codec), sum(layout.sizes()), peer.compute, extra)
@@ -88,13 +89,13 @@ async def open_session(
         _checkpoints(peer, manifest, start, worker, not_sent) as checkpoints,
     ):
         host = Host(peer.transport, directory, membership, peer.compute, peer.clock, state.identity, run.seed)
-        trainer, pipeline, assign = worker, None, None
+        pipeline, assign = None, None
         if entrance:
-            from node.session.pipeline_session import PipelineTrainer  # only runs with stages load its code
+            from node.session.pipeline_session import PipelineSession  # only runs with stages load its code
 
             seats = entrance.seats
             assign = StageAssigner(peer.me, manifest, seats, membership, peer.transport, entrance.keep).assign
-            pipeline = PipelineTrainer(
+            pipeline = PipelineSession(
                 cast("RemoteStage", worker),
                 manifest,
                 me=peer.me,
@@ -104,7 +105,7 @@ async def open_session(
                 chain=start.chain,
                 is_leaving=is_leaving,
             )
-            trainer, host = cast(RemoteTrainer, pipeline), pipeline.host
+            host = pipeline.host
         loop, sync = _outer_loop(
             peer,
             manifest,
@@ -113,11 +114,13 @@ async def open_session(
             history=history,
             host=host,
             membership=membership,
-            trainer=trainer,
+            worker=worker,
+            trainer=pipeline.trainer if pipeline else worker,
             checkpoints=checkpoints,
             scratch=scratch,
             not_sent=not_sent,
         )
+        loop.on_progress, loop.activity.announce = tracker.on_progress, membership.announce_activity
         journal = Journal(state.rounds)
         tracker.enter_session(
             history=history,
@@ -129,7 +132,7 @@ async def open_session(
             checkpoints=checkpoints,
             journal=journal,
         )
-        await resume.restore(start, loop, trainer, checkpoints)
+        await resume.restore(start, loop, worker, checkpoints)
         BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign)
         past = await peer.disk.run(journal.recent, 0)  # what earlier incarnations of this peer reported
         view.recall(past)
@@ -145,11 +148,10 @@ async def open_session(
         session = PeerSession(
             loop,
             sync,
-            trainer=trainer,
+            trainer=pipeline or worker,
             membership=membership,
             state=state,
             disk=peer.disk,
-            wall=peer.clock.wall,
             status_tracker=tracker,
             view=view,
             on_report=on_report,
@@ -246,7 +248,8 @@ def _outer_loop(
     history: RoundHistory,
     host: Host,
     membership: Membership,
-    trainer: RemoteTrainer,
+    worker: RemoteTrainer,
+    trainer: Trainer,
     checkpoints: CheckpointManager,
     scratch: ScratchSpace,
     not_sent: ErrorFeedback | None,
@@ -254,19 +257,25 @@ def _outer_loop(
     """The outer loop of the run's protocol, and what fetches the state that it misses."""
     run, state, snapshots = manifest.config, peer.state, checkpoints.snapshots
     settings = protocol_settings(manifest, peer.config, state.incarnation, stage, peer.limits.claim)
-    anchor = trainer.anchor()
-    if isinstance(history, LocalHistory):
-        anchor = anchor.clone()  # exchanges may change the state while the worker trains from its own start
-    on_progress, on_activity = peer.tracker.on_progress, membership.announce_activity
-    deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots, checkpoints, on_progress, on_activity)
+    anchor, rule = worker.anchor(), _outer_rule(run, worker.layout)
     if isinstance(history, LocalHistory):
         averager = load_averager(run.protocol)(host, settings)
         rounds, closing = membership.rounds, None
         if isinstance(averager, ClosingAverager):
             closing = ClosingPhase(averager, run.recipe.rounds, rounds)
-        newcomer = not start.checkpoints and manifest.founder.peer != peer.me.peer
-        options = IndependentOptions(membership.compare, run.spread_limit, closing, newcomer, rounds)
-        independent = IndependentOuterLoop(history, averager, _optimizer(run, trainer.layout), deps, options)
+        independent = IndependentOuterLoop(
+            history,
+            averager,
+            # a copy: exchanges may change the state while the worker trains from its own start
+            state=OuterState(anchor.clone(), rule, host.compute),
+            trainer=trainer,
+            wall=peer.clock.wall,
+            checkpoints=checkpoints,
+            compare=membership.compare,
+            spread_limit=run.spread_limit,
+            closing=closing,
+            rounds_of_others=rounds,
+        )
         is_whole = lambda: not independent.seeks_state  # noqa: E731
         peers = membership.peers
         return independent, IndependentStateSync(
@@ -286,19 +295,22 @@ def _outer_loop(
         on_better=lambda branch: butterfly.supersede(),
     )
     butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear)
-    sgd = _sgd(run, trainer.layout)
-    return ReplicatedOuterLoop(start.chain, butterfly, sgd, deps, not_sent), sync
+    replicated = ReplicatedOuterLoop(
+        start.chain,
+        butterfly,
+        state=OuterState(anchor, rule, host.compute),
+        trainer=trainer,
+        wall=peer.clock.wall,
+        feedback=not_sent,
+        checkpoints=checkpoints,
+    )
+    return replicated, sync
 
 
-def _sgd(run: RunConfig, layout: Layout) -> OuterSGD:
+def _outer_rule(run: RunConfig, layout: Layout) -> OuterSGD | NoLoCo:
+    """SGD, or NoLoCo if the run's recipe sets `outer_pull`, as only runs with independent state may."""
     recipe, extra = run.recipe, extra_elements(layout)
-    decay = recipe.outer_decay or 0.0
-    return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum, recipe.rounds, decay, extra)
-
-
-def _optimizer(run: RunConfig, layout: Layout) -> OuterSGD | NoLoCo:
-    """SGD, or NoLoCo if the run's recipe sets `outer_pull`."""
-    recipe = run.recipe
-    if recipe.outer_pull is None:
-        return _sgd(run, layout)
-    return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull, extra_elements(layout))
+    rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
+    if recipe.outer_pull is not None:
+        return NoLoCo(momentum, rate, recipe.outer_pull, extra)
+    return OuterSGD(rate, momentum, recipe.rounds, recipe.outer_decay or 0.0, extra)

@@ -9,13 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
-from node.outer.independent_loop import IndependentOuterLoop
-from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
+from node.outer.outer_loop import OuterLoop
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink
 from node.session.status_tracker import StatusTracker
@@ -23,8 +21,6 @@ from node.storage.statedir import StateDir
 from node.training.process import WorkerError
 from protocols.aio import task_group
 from protocols.base import Compute, Outcome
-from protocols.sync.chain_sync import ChainSync
-from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.service import SyncServiceBase
 
 log = logging.getLogger(__name__)
@@ -99,14 +95,13 @@ class PeerSession:
 
     def __init__(
         self,
-        outer_loop: ReplicatedOuterLoop | IndependentOuterLoop,
+        outer_loop: OuterLoop,
         sync: SyncServiceBase[Any],
         *,
         trainer: SessionTrainer,
         membership: Membership,
         state: StateDir,
         disk: Compute,
-        wall: Callable[[], float],
         status_tracker: StatusTracker,
         view: SessionView,
         on_report: Callable[[RoundReport], None],
@@ -120,7 +115,7 @@ class PeerSession:
         Before the first round, `wait_for_peers` peers must be live, this one included.
         """
         self._outer_loop, self._sync, self._trainer, self._pipeline = outer_loop, sync, trainer, pipeline
-        self._membership, self._state, self._disk, self._wall = membership, state, disk, wall
+        self._membership, self._state, self._disk = membership, state, disk
         self._status_tracker, self._view, self._on_report = status_tracker, view, on_report
         self._run_rounds, self._limit, self._wait_for_peers = run_rounds, rounds, wait_for_peers
         self._done = self._last_rounds = 0
@@ -177,25 +172,20 @@ class PeerSession:
     def _is_expected(self) -> bool:
         """Whether other members count on this peer: one that leaves unannounced costs them the time of a round."""
         roster = self._outer_loop.chain.head.roster
-        return len(roster) > 1 and self._outer_loop.averager.me in roster
+        return len(roster) > 1 and self._outer_loop.me in roster
 
     def _over(self) -> bool:
         trained = self._outer_loop.chain.trained >= self._run_rounds
         return trained and (self._pipeline is None or self._pipeline.is_run_over())
 
     async def _rounds(self) -> None:
-        loop, sync = self._outer_loop, self._sync
+        loop = self._outer_loop
         await loop.settle()
         self._evaluated = loop.state.index.parameters_root.hex()
         await self._wait_for_others()
-        self._is_member = loop.averager.me in loop.chain.head.roster
+        self._is_member = loop.me in loop.chain.head.roster
         loop.set_last_round(self._limit == 1)
-        beside = (self._wall, self._should_continue, self._status_tracker.set_state)
-        if isinstance(loop, ReplicatedOuterLoop):
-            reports = run_replicated_rounds(loop, cast(ChainSync, sync), *beside)
-        else:
-            reports = run_independent_rounds(loop, cast(IndependentStateSync, sync), *beside)
-        async for report in reports:
+        async for report in loop.rounds(self._sync, self._should_continue, self._status_tracker.set_state):
             await self._report(report)
             if self._limit is not None:
                 loop.set_last_round(self._done >= self._limit - 1)
@@ -264,7 +254,7 @@ class PeerSession:
 
     def _judge(self, report: RoundReport) -> None:
         loop, was_member = self._outer_loop, self._is_member
-        self._is_member = not loop.SHARES_ANCHOR or loop.averager.me in loop.chain.head.roster
+        self._is_member = not loop.SHARES_ANCHOR or loop.me in loop.chain.head.roster
         if loop.activity.pauses or not (report.tokens or report.outcome != Outcome.SUPERSEDED):
             return
         own = report.weight != 0 if loop.SHARES_ANCHOR else report.tokens > 0
@@ -319,7 +309,7 @@ class PeerSession:
     @property
     def _stage(self) -> int:
         """This peer's stage; 0 in a run without stages."""
-        return self._membership.stage_of(self._outer_loop.averager.me.peer) or 0
+        return self._membership.stage_of(self._outer_loop.me.peer) or 0
 
 
 class SessionOutcome:

@@ -1,4 +1,4 @@
-"""What a peer of a run with stages trains with: its part of the pipeline, behind the interface of a trainer."""
+"""What a peer of a run with stages trains with: its part of the pipeline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -24,7 +23,7 @@ from node.training.stage_learner import check_activation
 from node.training.stage_replica import LeasedStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time, run_with_helper
-from protocols.base import BadPayload, Buffer, Host, LocalProgress, Member, RoundKey, Settings, Vector
+from protocols.base import BadPayload, Buffer, Host, Member, Settings
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.job import LeaseLost
@@ -43,8 +42,8 @@ USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
 """If all held-out microbatches took longer, only some of them are evaluated: at least every `MAX_STRIDE`-th."""
 
 
-class PipelineTrainer:
-    """`protocols.base.Trainer` over one stage, and all else that a session and its checkpoints ask of a trainer.
+class PipelineSession:
+    """One stage's `trainer`, and all else that a session asks of it.
 
     `remote`, whose worker has started, computes. `host` is of the members of all stages, `chain` of this peer's stage.
     """
@@ -69,7 +68,6 @@ class PipelineTrainer:
         self._live, self._stages = host.members.live, len(manifest.stages)
         # what the averaging and the sync of the stage use
         self.host = replace(host, members=StageMembers(host.members, membership, stage, me))
-        self.layout = remote.layout
         self._work = LeasedStage(remote)
         self._abandoned: Counter[str] = Counter()
         self._reported = 0, 0.0
@@ -80,12 +78,10 @@ class PipelineTrainer:
         settings = Settings(config.codec, manifest.elements_of(stage), incarnation=me.incarnation)
         self._endpoint = ProtocolEndpoint(host, settings)
         self._driver: PipelineDriver | None = None
-        self._trainer = self._driving() if stage == 0 else self._serving()
-        remote.on_lost, remote.on_restored = self._trainer.lose, self._trainer.resume
-
-    def _training(self) -> StageTraining:
         usual_seconds = lambda: self._work.usual_seconds  # noqa: E731
-        return StageTraining(self._me, self._stage, self._remote, self._is_member, self._watch, usual_seconds)
+        training = StageTraining(me, stage, remote, self._is_member, self._watch, usual_seconds)
+        self.trainer = self._driving(training) if stage == 0 else self._serving(training)
+        remote.on_lost, remote.on_restored = self.trainer.lose, self.trainer.resume
 
     def _is_member(self) -> bool:
         """Whether what this peer trains counts."""
@@ -94,7 +90,7 @@ class PipelineTrainer:
     def _trained(self) -> int:
         return settled_rounds(self._chain)
 
-    def _driving(self) -> DrivingTrainer:
+    def _driving(self, training: StageTraining) -> DrivingTrainer:
         membership, config = self._membership, self._manifest.config
         driver = self._driver = PipelineDriver(
             self._endpoint,
@@ -104,9 +100,9 @@ class PipelineTrainer:
             check=partial(check_activation, name=config.activation_codec) if config.gpt else lambda activation: None,
             watch=self._watch,
         )
-        return DrivingTrainer(self._training(), driver, membership.announce_rounds)
+        return DrivingTrainer(training, driver, membership.announce_rounds)
 
-    def _serving(self) -> ServingTrainer:
+    def _serving(self, training: StageTraining) -> ServingTrainer:
         stage, clock = self._stage, StageClock(self._membership)
         server = StageServer(
             self._endpoint,
@@ -118,7 +114,7 @@ class PipelineTrainer:
             watch=self._watch,
         )
         self._clock = lambda: clock.rounds(self._drivers(), loop_time())
-        return ServingTrainer(self._training(), server, self._clock, self._manifest.config.recipe.rounds)
+        return ServingTrainer(training, server, self._clock, self._manifest.config.recipe.rounds)
 
     def _drivers(self) -> tuple[Member, ...]:
         return by_stage(self._live(), self._membership, self._stages)[0]
@@ -128,28 +124,6 @@ class PipelineTrainer:
             self._abandoned[_cause(event.why)] += 1
         elif event.kind == "stepped" and self._work.usual_seconds:
             self._membership.announce_rate(1 / self._work.usual_seconds)
-
-    # -- training -----------------------------------------------------------------------------------------------------
-
-    async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
-    ) -> LocalProgress:
-        return await self._trainer.train(key, cut, progress, surplus)
-
-    def rest(self, resting: bool) -> None:
-        self._trainer.rest(resting)
-
-    async def release(self) -> None:
-        await self._trainer.release()
-
-    async def read(self, into: Vector, fragment: int = 0) -> None:
-        await self._trainer.read(into, fragment)
-
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        await self._trainer.write(source, fragment, anchor, tokens)
-
-    def anchor(self, fragment: int = 0) -> Vector:
-        return self._remote.anchor(fragment)
 
     # -- evaluation and text ------------------------------------------------------------------------------------------
 
@@ -245,10 +219,9 @@ class PipelineTrainer:
         counted, seconds = self._work.counted - self._reported[0], self._work.computed_seconds - self._reported[1]
         self._reported = self._work.counted, self._work.computed_seconds
         abandoned, self._abandoned = dict(self._abandoned), Counter()
-        stage = self._stage
         return replace(
             report,
-            stage=stage,
+            stage=self._stage,
             stages=self._stages,
             seconds_compute=seconds,
             microbatches=counted,
@@ -258,18 +231,9 @@ class PipelineTrainer:
             bytes_received=report.bytes_received + received,
         )
 
-    # -- the worker ---------------------------------------------------------------------------------------------------
-
     @property
     def threads(self) -> int:
         return self._remote.threads
-
-    @property
-    def pid(self) -> int | None:
-        return self._remote.pid
-
-    async def load(self, path: Path | None, position: int, threads: int = 0) -> None:
-        await self._remote.load(path, position, threads)
 
 
 def settled_rounds(chain: Chain) -> int:

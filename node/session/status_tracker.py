@@ -28,7 +28,7 @@ from protocols.sync.service import SyncServiceBase
 
 if TYPE_CHECKING:
     from node.network.libp2p import LibP2PTransport
-    from node.session.pipeline_session import PipelineTrainer
+    from node.session.pipeline_session import PipelineSession
 
 _RECENT_ROUNDS = 5
 _NOTHING = LocalProgress(0, float("nan"), 0.0, 0.0)
@@ -51,7 +51,7 @@ class StatusTracker:
     _loop: OuterLoop
     _sync: SyncServiceBase[Any]
     _worker: RemoteTrainer
-    _pipeline: PipelineTrainer | None
+    _pipeline: PipelineSession | None
     _checkpoints: CheckpointManager
     _journal: Journal
 
@@ -85,7 +85,7 @@ class StatusTracker:
         loop: OuterLoop,
         sync: SyncServiceBase[Any],
         worker: RemoteTrainer,
-        pipeline: PipelineTrainer | None,
+        pipeline: PipelineSession | None,
         checkpoints: CheckpointManager,
         journal: Journal,
     ) -> None:

@@ -54,7 +54,9 @@ def balance(world: WalkedWorld) -> float:
     """
     keeps = 1 / (1 - OUTER_MOMENTUM)
     owed = (OUTER_MOMENTUM if world.scenario.pull else OUTER_RATE * OUTER_MOMENTUM**2) * keeps
-    states = [(outer_loop.anchor.double(), outer_loop.velocity.double()) for outer_loop in world.replicas.values()]
+    states = [
+        (outer_loop.anchor.double(), outer_loop.state.velocity.double()) for outer_loop in world.replicas.values()
+    ]
     ends = torch.stack([phi - owed * velocity for phi, velocity in states]).mean(dim=0)
     starts = torch.stack([start.double() for start in world.starts.values()]).mean(dim=0)
     way = torch.stack([walker.far for walker in world.walkers]).mean(dim=0) * OUTER_RATE * keeps

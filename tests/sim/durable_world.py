@@ -37,7 +37,7 @@ class DurableWorld(ScenarioRunner):
         if kept := self.disks.get(outer_loop.averager.me.peer):
             outer_loop.chain.switch(genesis(RUN, outer_loop.chain.head.key.scope), kept.links)
             outer_loop.anchor.copy_(kept.anchor)
-            outer_loop.velocity.copy_(kept.velocity)
+            outer_loop.state.velocity.copy_(kept.velocity)
             await outer_loop.trainer.write(outer_loop.anchor)
             await outer_loop.state.hash()
             await outer_loop.state.keep(outer_loop._snapshots, outer_loop.chain.head.key)
@@ -54,4 +54,4 @@ class DurableWorld(ScenarioRunner):
     @staticmethod
     def _checkpoint(chain: Chain, outer_loop: ReplicatedOuterLoop) -> Checkpoint:
         start = genesis(RUN, chain.head.key.scope)
-        return Checkpoint(chain.since(start), outer_loop.anchor.clone(), outer_loop.velocity.clone())
+        return Checkpoint(chain.since(start), outer_loop.anchor.clone(), outer_loop.state.velocity.clone())

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
 from node.outer.closing import ClosingPhase
-from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
+from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
-from node.outer.outer_loop import OuterLoopDeps
+from node.outer.outer_loop import OuterLoop
 from node.outer.round_history import LocalHistory
-from node.outer.round_loops import run_independent_rounds
 from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch
+from node.outer.state import OuterState
 from node.tasks.base import Step
 from node.tasks.paced import Paced
-from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
+from protocols.base import (
+    ClosingAverager,
+    Host,
+    IndependentAverager,
+    Member,
+    PeerId,
+    RoundKey,
+    Settings,
+    Trainer,
+    Vector,
+)
 from protocols.moshpit.averager import Moshpit
 from protocols.registry import load_averager
 from protocols.sync.independent_sync import IndependentStateSync
+from protocols.sync.snapshot import Snapshots
 from tests.sim.blank_results import blank_results
 from tests.sim.byzantine.independent import ByzantinePeer
 from tests.sim.network import SimNetwork
 from tests.sim.round_account import Head
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
 from tests.sim.transport import SimTransport
-from tests.sim.world import HEALED_SECONDS, RUN, RunRounds, World
+from tests.sim.world import HEALED_SECONDS, RUN, World
 from tests.support import checkers
 from tests.support import independent_checkers as checkers_loose
 
@@ -139,30 +149,37 @@ class IndependentWorld(World):
             return Moshpit(host, settings, most=2, announce_limit=0)
         return load_averager(self.scenario.protocol)(host, settings)
 
-    def stack(self, index: int, host: Host, settings: Settings, deps: OuterLoopDeps) -> tuple[Any, Any, RunRounds]:
-        me, averager = host.me, self.averager(host, settings)
-        course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0))
+    def stack(
+        self, index: int, host: Host, settings: Settings, trainer: Trainer, anchor: Vector
+    ) -> tuple[OuterLoop, Any]:
+        me, averager, snapshots = host.me, self.averager(host, settings), Snapshots()
+        newcomer = averager.me.incarnation > 0
+        course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0), lacks_state=newcomer)
         closing = None
         if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
             closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
-        options = IndependentOptions(
-            lambda mine: self._compare(me, mine, host.members.live()),
-            SPREAD_LIMIT,
-            closing,
-            newcomer=averager.me.incarnation > 0,
-            rounds=lambda: self.rounds(me),
+        outer_loop = IndependentOuterLoop(
+            course,
+            averager,
+            state=OuterState(anchor, self._own_outer(), host.compute),
+            trainer=trainer,
+            wall=host.clock.wall,
+            snapshots=snapshots,
+            compare=lambda mine: self._compare(me, mine, host.members.live()),
+            spread_limit=SPREAD_LIMIT,
+            closing=closing,
+            rounds_of_others=lambda: self.rounds(me),
         )
-        outer_loop = IndependentOuterLoop(course, averager, self._own_outer(), deps, options)
         whole = lambda: not outer_loop.seeks_state  # noqa: E731
         sync = IndependentStateSync(
             host,
             settings,
-            snapshots=deps.snapshots,
+            snapshots=snapshots,
             key=lambda: outer_loop.key,
             hints=lambda: self.peers,
             has_state=whole,
         )
-        return outer_loop, sync, partial(run_independent_rounds, outer_loop, sync)
+        return outer_loop, sync
 
     def _host(self, transport: SimTransport) -> Host:
         host, (me, scenario) = super()._host(transport), (transport.me, self.scenario)

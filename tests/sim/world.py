@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -14,15 +14,14 @@ import torch
 
 from node.outer.activity import Activity
 from node.outer.error_feedback import feedback
-from node.outer.outer_loop import OuterLoop, OuterLoopDeps
+from node.outer.outer_loop import OuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
-from node.reporting.report import RoundReport
+from node.outer.state import OuterState
 from node.tasks.paced import Paced
 from node.training.trainer import Learner
 from protocols.aio import task_group
-from protocols.base import Host, Member, PeerId, Settings, Trainer
+from protocols.base import Host, Member, PeerId, Settings, Trainer, Vector
 from protocols.blobs.parts import PartCache
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
@@ -50,9 +49,6 @@ HEALED_SECONDS = 600.0
 HEALED_ROUNDS = 2
 LEVEL_ROUNDS, LEVEL_TASKS = 5, 4
 """In its last `LEVEL_ROUNDS` rounds a peer may have `World.level_tasks` tasks more than in its first ones."""
-
-RunRounds = Callable[[Callable[[], float], Callable[[], bool]], AsyncIterator[RoundReport]]
-"""The rounds of a peer by its wall clock, as long as it goes on."""
 
 
 @dataclass(slots=True)
@@ -211,9 +207,8 @@ class World(SimSwarm):
         host = self.averaging_host(index, whole_host)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
-        on_activity = partial(self.tell_activity, me)
-        deps = OuterLoopDeps(trainer, host.compute, anchor, Snapshots(), on_activity=on_activity)
-        outer_loop, sync, run_rounds = self.stack(index, host, self._settings(index, trainer, transport), deps)
+        outer_loop, sync = self.stack(index, host, self._settings(index, trainer, transport), trainer, anchor)
+        outer_loop.activity.announce = partial(self.tell_activity, me)
         self.replicas[me] = outer_loop
         await self.restored(outer_loop)
         self.restart_paused(outer_loop)
@@ -221,28 +216,38 @@ class World(SimSwarm):
         async with task_group() as group:
             background = group.create_task(sync.run())
             self.entering(me, outer_loop.chain.head)
-            async for report in run_rounds(host.clock.wall, lambda: self.goes_on(me)):
+            async for report in outer_loop.rounds(sync, lambda: self.goes_on(me)):
                 await self.after_round(index, trainer)
                 self.reported(asdict(report))
                 self.entering(me, outer_loop.chain.head)
             background.cancel()
 
-    def stack(self, index: int, host: Host, settings: Settings, deps: OuterLoopDeps) -> tuple[Any, Any, RunRounds]:
-        part_cache = self.part_cache(host)
+    def stack(
+        self, index: int, host: Host, settings: Settings, trainer: Trainer, anchor: Vector
+    ) -> tuple[OuterLoop, Any]:
+        """The outer loop of a peer, and what fetches the state that it misses."""
+        part_cache, snapshots = self.part_cache(host), Snapshots()
         chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
         sync = ChainSync(
             host,
             settings,
             chain=chain,
-            snapshots=deps.snapshots,
+            snapshots=snapshots,
             part_cache=part_cache,
             hints=lambda: self.sharing(index),
             on_better=lambda branch: averager.supersede(),
         )
         averager = load_averager(self.scenario.protocol)(host, settings, part_cache, sync.hear)
-        error_feedback = feedback(codec(settings.codec), len(deps.anchor), host.compute)
-        outer_loop = ReplicatedOuterLoop(chain, averager, self.outer(), deps, error_feedback)
-        return outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync)
+        outer_loop = ReplicatedOuterLoop(
+            chain,
+            averager,
+            state=OuterState(anchor, self.outer(), host.compute),
+            trainer=trainer,
+            wall=host.clock.wall,
+            feedback=feedback(codec(settings.codec), len(anchor), host.compute),
+            snapshots=snapshots,
+        )
+        return outer_loop, sync
 
     def _host(self, transport: SimTransport) -> Host:
         me, scenario = transport.me, self.scenario

@@ -78,7 +78,7 @@ def like(path: Path) -> Checkpoint:
 def state(seed: int = 1) -> OuterState:
     draw = torch.Generator().manual_seed(seed)
     vectors = torch.randn(ELEMENTS, generator=draw), torch.randn(ELEMENTS, generator=draw)
-    made = OuterState(*vectors, OuterSGD(0.7, 0.9), SimCompute())
+    made = OuterState(vectors[0], OuterSGD(0.7, 0.9), SimCompute(), vectors[1])
     made.index = SnapshotIndex.of(*vectors)
     return made
 

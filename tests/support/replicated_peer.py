@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
+from node.outer.state import OuterState
 from node.reporting.report import RoundReport
 from protocols.base import AveragingResult, Head, LocalProgress, Member, Outcome, PeerId, RoundKey, Vector
 from protocols.consensus.record import Kind, Record
@@ -145,16 +145,14 @@ class Peer:
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,
             self.averager,
-            self.outer,
-            OuterLoopDeps(
-                self.trainer, SimCompute(), torch.ones(ELEMENTS), on_progress=lambda *shown: self.on_progress(*shown)
-            ),
+            state=OuterState(torch.ones(ELEMENTS), self.outer, SimCompute()),
+            trainer=self.trainer,
+            wall=SimClock().wall,
         )
-        self.on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None
 
     async def rounds(self) -> list[RoundReport]:
         await self.outer_loop.settle()
-        return [await self.outer_loop.run_round(SimClock().wall) for _ in list(self.averager.scripts)]
+        return [await self.outer_loop.run_round() for _ in list(self.averager.scripts)]
 
     @property
     def seen(self) -> list[Seen]:

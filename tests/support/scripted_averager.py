@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
+from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
-from node.outer.outer_loop import OuterLoopDeps
 from node.outer.round_history import LocalHistory
 from node.outer.sgd import OuterSGD
+from node.outer.sketch import Sketch
+from node.outer.state import OuterState
 from node.reporting.report import RoundReport
 from protocols.base import (
     AveragingResult,
@@ -129,20 +130,24 @@ class IndependentPeer:
         *scripts: Script,
         snapshots: Snapshots | None = None,
         rule: NoLoCo | None = None,
-        options: IndependentOptions | None = None,
+        compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda sketch: {},
     ) -> None:
         self.learner = LinearLearner()
         self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
         self.averager = ScriptedAverager(list(scripts))
-        history, anchor = LocalHistory(ME, KEY), torch.ones(ELEMENTS)
-        deps = OuterLoopDeps(self.trainer, SimCompute(), anchor, snapshots)
         self.outer_loop = IndependentOuterLoop(
-            history, self.averager, rule or OUTER, deps, options or IndependentOptions()
+            LocalHistory(ME, KEY),
+            self.averager,
+            state=OuterState(torch.ones(ELEMENTS), rule or OUTER, SimCompute()),
+            trainer=self.trainer,
+            wall=SimClock().wall,
+            snapshots=snapshots,
+            compare=compare,
         )
 
     async def rounds(self, count: int = 1) -> list[RoundReport]:
         await self.outer_loop.settle()
-        return [await self.outer_loop.run_round(SimClock().wall) for _ in range(count)]
+        return [await self.outer_loop.run_round() for _ in range(count)]
 
     def play(self, rounds: int = 1) -> list[RoundReport]:
         return simloop.run(self.rounds(rounds))

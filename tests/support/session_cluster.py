@@ -15,11 +15,11 @@ from typing import Any
 from node.config.peer_sources import load_peer
 from node.membership.handshake import LocalPeer
 from node.membership.membership import Membership
-from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
-from node.outer.outer_loop import OuterLoopDeps
+from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.sgd import OuterSGD
+from node.outer.state import OuterState
 from node.reporting.report import RoundReport
 from node.runtime.clock import WallClock
 from node.session.discovery import discover
@@ -124,6 +124,7 @@ class SessionPeer:
         settings = Settings("fp32", (ELEMENTS,), 512)
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(cluster.peers), tokens_per_step=256), STEPS, step_seconds)
         self.outer_loop, sync = self.stack(host, settings)
+        self.outer_loop.on_progress = self.status_tracker.on_progress
         journal = Journal(state.rounds)
         worker: Any = SimpleNamespace(pid=None, restarts=0)
         checkpoints: Any = SimpleNamespace(age_seconds=lambda wall: None, problem="")
@@ -151,7 +152,6 @@ class SessionPeer:
             membership=members,
             state=state,
             disk=SimCompute(),
-            wall=clock.wall,
             status_tracker=self.status_tracker,
             view=self.view,
             on_report=on_report,
@@ -163,10 +163,8 @@ class SessionPeer:
         self.chain = Chain(RUN, "run", self.cluster.founders, bytes(32))
         return self.chain
 
-    def outer_loop_deps(self, host: Host, snapshots: Snapshots) -> OuterLoopDeps:
-        anchor = self.trainer.local_training.learner.vectors[0].clone()
-        show = self.status_tracker.on_progress
-        return OuterLoopDeps(self.trainer, host.compute, anchor, snapshots, on_progress=show)
+    def outer_state(self, host: Host) -> OuterState:
+        return OuterState(self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5), host.compute)
 
     def stack(self, host: Host, settings: Settings) -> tuple[Any, Any]:
         """The outer loop and its state sync."""
@@ -181,8 +179,14 @@ class SessionPeer:
             on_better=lambda branch: averager.supersede(),
         )
         averager = load_averager("butterfly")(host, settings, part_cache, sync.hear)
-        deps = self.outer_loop_deps(host, snapshots)
-        outer_loop = ReplicatedOuterLoop(self.chain, averager, OuterSGD(0.9, 0.5), deps)
+        outer_loop = ReplicatedOuterLoop(
+            self.chain,
+            averager,
+            state=self.outer_state(host),
+            trainer=self.trainer,
+            wall=host.clock.wall,
+            snapshots=snapshots,
+        )
         return outer_loop, sync
 
     async def live(self) -> None:
@@ -206,15 +210,22 @@ class IndependentSessionPeer(SessionPeer):
     outer_loop: IndependentOuterLoop
 
     def history(self, me: Member) -> RoundHistory:
-        self.own = LocalHistory(me, RoundKey(RUN, "run", bytes(32), 0))
+        newcomer = me not in self.cluster.founders
+        self.own = LocalHistory(me, RoundKey(RUN, "run", bytes(32), 0), lacks_state=newcomer)
         return self.own
 
     def stack(self, host: Host, settings: Settings) -> tuple[Any, Any]:
         averager, snapshots = load_averager("gossip")(host, settings), Snapshots(every_rounds=1)
-        newcomer = Member(self.name) not in self.cluster.founders
-        options = IndependentOptions(self.members.compare, SPREAD_LIMIT, newcomer=newcomer)
-        deps = self.outer_loop_deps(host, snapshots)
-        outer_loop = IndependentOuterLoop(self.own, averager, OuterSGD(0.9, 0.5), deps, options)
+        outer_loop = IndependentOuterLoop(
+            self.own,
+            averager,
+            state=self.outer_state(host),
+            trainer=self.trainer,
+            wall=host.clock.wall,
+            snapshots=snapshots,
+            compare=self.members.compare,
+            spread_limit=SPREAD_LIMIT,
+        )
         peers, whole = self.members.peers, lambda: not outer_loop.seeks_state
         state_sync = IndependentStateSync(
             host, settings, snapshots=snapshots, key=lambda: self.own.key, hints=peers, has_state=whole

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from node.outer.outer_loop import OuterLoopDeps, RoundResult
+from node.outer.outer_loop import RoundResult
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
+from node.outer.state import OuterState
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from protocols.aio import Gate
@@ -77,16 +78,14 @@ class SyncPeer:
             hints=lambda: swarm.hints,
             on_better=lambda branch: self.on_better(branch),
         )
+        vector = torch.zeros(swarm.elements) if anchor is None else anchor.clone()
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,
             Observer(self.me),  # type: ignore[arg-type]
-            OUTER,
-            OuterLoopDeps(
-                self.trainer,
-                self.host.compute,
-                torch.zeros(swarm.elements) if anchor is None else anchor.clone(),
-                self.snapshots,
-            ),
+            state=OuterState(vector, OUTER, self.host.compute),
+            trainer=self.trainer,
+            wall=self.host.clock.wall,
+            snapshots=self.snapshots,
         )
 
     @property
@@ -107,9 +106,7 @@ class SyncPeer:
         self.part_cache.keep(self.held, self.held[-2:])
 
     async def catch_up(self, seconds: float = 600.0) -> RoundReport:
-        return await self.outer_loop.catch_up(
-            self.sync, self.host.clock.wall, asyncio.get_running_loop().time() + seconds
-        )
+        return await self.outer_loop.catch_up(self.sync, asyncio.get_running_loop().time() + seconds)
 
 
 class SyncCluster(SimSwarm):
@@ -212,8 +209,8 @@ class SyncCluster(SimSwarm):
             contributions={name: Contribution(1, 1) for name in record.peers},
         )
         head, work = outer_loop.chain.head, LocalProgress(TOKENS, 1.0, 1.0, 1.0)
-        brought = RoundResult(head.key, head.anchor, mean, work, {"train": 1.0, "average": 0.0})
-        done = await outer_loop._step(head, brought, one_step=False)
+        brought = RoundResult(head, mean, work, {"train": 1.0, "average": 0.0})
+        done = await outer_loop._step(brought, one_step=False)
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:
@@ -222,7 +219,7 @@ class SyncCluster(SimSwarm):
         return all(
             peer.chain.head == first.chain.head
             and torch.equal(peer.outer_loop.anchor, first.outer_loop.anchor)
-            and torch.equal(peer.outer_loop.velocity, first.outer_loop.velocity)
+            and torch.equal(peer.outer_loop.state.velocity, first.outer_loop.state.velocity)
             and peer.chain.head.state_root == peer.outer_loop.state.root(peer.round)
             for peer in others
         )

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from node.outer.error_feedback import ErrorFeedback, feedback
-from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
+from node.outer.state import OuterState
 from node.storage.checkpoint import FEEDBACK, newest
 from node.storage.checkpoint_manager import CheckpointManager
 from node.tasks.base import Step
@@ -167,9 +167,15 @@ class CheckpointedPeer:
             feedback=self.error_feedback,
         )
         averager = ScriptedAverager(*[counted() for _ in range(rounds)])
-        anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)
-        deps = OuterLoopDeps(self.trainer, SimCompute(), anchor, self.checkpoints.snapshots, self.checkpoints)
-        self.outer_loop = ReplicatedOuterLoop(chain, averager, outer, deps, self.error_feedback)
+        self.outer_loop = ReplicatedOuterLoop(
+            chain,
+            averager,
+            state=OuterState(torch.ones(WIDE), OuterSGD(0.7, 0.9), SimCompute()),
+            trainer=self.trainer,
+            wall=SimClock().wall,
+            feedback=self.error_feedback,
+            checkpoints=self.checkpoints,
+        )
         self.averager = averager
 
     async def play(self) -> Chain | None:
@@ -178,7 +184,7 @@ class CheckpointedPeer:
         async with self.checkpoints:
             await self.outer_loop.settle()
             for _ in list(self.averager.scripts):
-                await self.outer_loop.run_round(SimClock().wall)
+                await self.outer_loop.run_round()
                 if self.chain.head.key.round == EVERY_ROUNDS:
                     kept = self.chain.copy()
         return kept

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from node.outer import outer_loop as labour
-from node.outer.independent_loop import IndependentOptions
 from node.outer.noloco import NoLoCo
 from node.outer.sketch import Sketch, sketch
 from node.reporting.report import RoundReport
@@ -20,7 +19,6 @@ from protocols.streams.control_channel import RoundAccounting
 from protocols.sync.independent_sync import IndependentStateSync, Order
 from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
 from tests.sim import loop as simloop
-from tests.sim.host import SimClock
 from tests.support.linear_learner import ELEMENTS, STEP
 from tests.support.scripted_averager import (
     FROM_BERT,
@@ -41,7 +39,7 @@ def test_single_peer_steps_by_itself() -> None:
     peer = IndependentPeer(Script(), Script())
     first, second = peer.play(2)
     theta, velocity = stepped(2)
-    assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.velocity, velocity)
+    assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.state.velocity, velocity)
     assert [first.outcome, second.outcome] == ["skipped", "skipped"]
     assert holds(peer.learner.vectors[0], theta), "the trainer goes on from the new state"
     assert (first.peers, first.spread, first.tokens) == ((), 0.0, 400)
@@ -62,7 +60,7 @@ def test_state_after_own_step_is_averaged_and_replaced() -> None:
     theta, velocity = stepped(1)
     brought = peer.averager.brought[0]
     assert holds(brought[0], theta) and holds(brought[1], velocity)
-    assert holds(peer.outer_loop.anchor, theta / 2) and holds(peer.outer_loop.velocity, velocity / 2)
+    assert holds(peer.outer_loop.anchor, theta / 2) and holds(peer.outer_loop.state.velocity, velocity / 2)
     assert holds(peer.learner.vectors[0], theta / 2)
     assert (report.outcome, report.peers, report.messages) == ("committed", ("cora",), ("cora/1",))
     assert (report.half_exchanges, report.mass_drift, report.bytes_sent) == (2, 0.25, 7)
@@ -78,7 +76,7 @@ def test_exchange_during_training_keeps_the_work() -> None:
     (report,) = peer.play()
     theta, velocity = torch.full((1,), 2.0), torch.full((1,), 0.25)
     OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))  # the same work, from the state as it is now
-    assert holds(peer.outer_loop.anchor, float(theta)) and holds(peer.outer_loop.velocity, float(velocity))
+    assert holds(peer.outer_loop.anchor, float(theta)) and holds(peer.outer_loop.state.velocity, float(velocity))
     assert (report.outcome, report.peers, report.messages) == ("committed", ("bert",), ("bert/7",))
 
 
@@ -113,7 +111,7 @@ async def test_report_flags_non_finite_parameters() -> None:
     assert report.finite
     peer.outer_loop.anchor[3] = math.nan
     peer.outer_loop._mixing._origin[3] = math.nan
-    assert not (await peer.outer_loop.run_round(SimClock().wall)).finite
+    assert not (await peer.outer_loop.run_round()).finite
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_non_finite_mean_is_not_applied(rule: NoLoCo | None, alone: tuple[float,
     """The state is as after the peer's step alone."""
     peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]), rule=rule)
     (report,) = peer.play()
-    assert holds(peer.outer_loop.anchor, alone[0]) and holds(peer.outer_loop.velocity, alone[1])
+    assert holds(peer.outer_loop.anchor, alone[0]) and holds(peer.outer_loop.state.velocity, alone[1])
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
     assert report.half_exchanges == 2 + 1, "the others have moved"
 
@@ -152,7 +150,7 @@ def test_spread_is_computed_from_live_peers_sketches() -> None:
         seen.append(mine)
         return {"bert": tuple(3 * each for each in mine)}
 
-    peer = IndependentPeer(Script(), options=IndependentOptions(compare))
+    peer = IndependentPeer(Script(), compare=compare)
     (report,) = peer.play()
     assert seen == [sketch(peer.outer_loop.anchor, KEY.run)]
     assert report.spread == pytest.approx(0.5)
@@ -258,7 +256,7 @@ def fetched(peer: IndependentPeer, rounds: int, snapshot: Snapshot) -> RoundRepo
     async def main() -> RoundReport:
         await peer.rounds(rounds)
         until = asyncio.get_running_loop().time() + 10.0
-        return await peer.outer_loop.catch_up(cast(IndependentStateSync, OneDonor(snapshot)), SimClock().wall, until)
+        return await peer.outer_loop.catch_up(cast(IndependentStateSync, OneDonor(snapshot)), until)
 
     return simloop.run(main())
 
@@ -268,7 +266,7 @@ def test_truncated_state_download_changes_nothing() -> None:
     report = fetched(peer, 1, another(7, Torn))
     theta, velocity = stepped(1)
     assert report.outcome == "undecided" and peer.outer_loop.key.round == 1
-    assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.velocity, velocity)
+    assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.state.velocity, velocity)
     assert holds(peer.learner.vectors[0], theta)
 
 

@@ -53,7 +53,7 @@ def nothing_lent(vectors: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
 
 def stands(peer: IndependentPeer, state: tuple[float, float]) -> bool:
     outer_loop = peer.outer_loop
-    return holds(outer_loop.anchor, state[0]) and holds(outer_loop.velocity, state[1])
+    return holds(outer_loop.anchor, state[0]) and holds(outer_loop.state.velocity, state[1])
 
 
 def test_single_peer_steps_by_its_own_work() -> None:
@@ -125,7 +125,7 @@ def test_non_finite_step_is_not_taken_or_lent() -> None:
     assert first.outcome == "committed" and first.finite
     assert (second.outcome, second.messages) == ("skipped", ()) and "not finite" in second.blamed["anna"]
     assert second.half_exchanges == 2 + 1
-    assert bool(peer.outer_loop.anchor.isfinite().all()) and bool(peer.outer_loop.velocity.isfinite().all())
+    assert bool(peer.outer_loop.anchor.isfinite().all()) and bool(peer.outer_loop.state.velocity.isfinite().all())
 
 
 @on_virtual_time

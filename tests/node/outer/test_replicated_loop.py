@@ -64,7 +64,7 @@ def test_committed_round_applies_the_outer_step() -> None:
     moment = first / 2 + second
     anchor = 1 - 0.75 * first - 0.5 * (second + moment / 2)
     assert torch.equal(peer.outer_loop.anchor, anchor)
-    assert torch.equal(peer.outer_loop.velocity, moment)
+    assert torch.equal(peer.outer_loop.state.velocity, moment)
     assert torch.equal(peer.trainer.written[0], 1 - 0.75 * first)
     assert torch.equal(peer.trainer.local, anchor), "the trainer goes on from the anchor"
     assert len(peer.trainer.written) == 2
@@ -94,7 +94,7 @@ def test_offers_carry_the_starting_state_root() -> None:
     peer, _ = play_rounds(committed(), lost(), committed())
     first, second, third = map(peer.state_roots, range(3))
     assert first == {start_root(0)} and len(second) == 1 and second == third != first
-    held = state_root(root([peer.outer_loop.anchor]), root([peer.outer_loop.velocity]), 2)
+    held = state_root(root([peer.outer_loop.anchor]), root([peer.outer_loop.state.velocity]), 2)
     assert peer.chain.head.state_root == held
 
 
@@ -105,7 +105,7 @@ def test_offers_carry_the_starting_state_root() -> None:
 def test_nothing_is_applied_without_a_decision(outcome: Outcome) -> None:
     peer, reports = play_rounds(lost(outcome), lost(outcome))
     assert torch.equal(peer.outer_loop.anchor, START)
-    assert not peer.outer_loop.velocity.any() and peer.trainer.written == []
+    assert not peer.outer_loop.state.velocity.any() and peer.trainer.written == []
     assert peer.chain.head.key == FIRST_KEY and not peer.chain.records
     assert torch.equal(peer.trainer.local, filled(1 - 8 * STEP)), "training goes on from where it stood"
     assert {(report.outcome, report.params_hash) for report in reports} == {(outcome.value, root([START]).hex())}

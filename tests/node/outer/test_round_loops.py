@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from node.outer.round_loops import MAX_PASSES, PAUSE_SECONDS, run_replicated_rounds
+from node.outer.outer_loop import PAUSE_SECONDS
+from node.outer.replicated_loop import MAX_PASSES, ReplicatedOuterLoop
 from node.reporting.report import RoundReport
 from protocols.base import Member
 from tests.sim import loop as simloop
-from tests.sim.host import SimClock
 from tests.support.report_examples import REPORT
 
 ME = Member("anna")
@@ -48,7 +48,7 @@ def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
     outer_loop, sync = Scripted(*script), SimpleNamespace(stranded=False)
 
     async def main() -> list[RoundReport]:
-        reports = run_replicated_rounds(outer_loop, sync, SimClock().wall, lambda: bool(outer_loop.script))  # type: ignore[arg-type]
+        reports = ReplicatedOuterLoop.rounds(outer_loop, sync, lambda: bool(outer_loop.script))  # type: ignore[arg-type]
         return [report async for report in reports]
 
     return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)

@@ -147,7 +147,7 @@ def test_reports_sum_to_the_work_trained(scripts: list[Script]) -> None:
     """Four steps of 100 tokens and half a second in each round, counted once, for any outcome."""
     peer, totals = Peer(*map(replace, scripts)), Totals()
     shown: list[tuple[int, float]] = []
-    peer.on_progress = lambda phase, work: shown.append((work.tokens, work.seconds))
+    peer.outer_loop.on_progress = lambda phase, work: shown.append((work.tokens, work.seconds))
     reports = play(peer.rounds())
     for report in reports:
         totals.add(report)

@@ -268,7 +268,7 @@ async def lingered(
         head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster, trained=5
     )
     membership: Any = SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None, stage_of=lambda peer: stage)
-    loop: Any = SimpleNamespace(chain=chain, leave=lambda: None, averager=SimpleNamespace(me=Member("me")))
+    loop: Any = SimpleNamespace(chain=chain, leave=lambda: None, me=Member("me"))
     unused: Any = None
     session = PeerSession(
         loop,
@@ -277,7 +277,6 @@ async def lingered(
         membership=membership,
         state=unused,
         disk=unused,
-        wall=unused,
         status_tracker=status_tracker(Member("me")),
         view=View(),
         on_report=unused,

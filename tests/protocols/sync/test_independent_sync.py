@@ -11,12 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from node.outer.independent_loop import DRIFT_FACTOR, IndependentOptions, IndependentOuterLoop
-from node.outer.outer_loop import OuterLoopDeps
+from node.outer.independent_loop import DRIFT_FACTOR, IndependentOuterLoop
 from node.outer.round_history import LocalHistory
-from node.outer.round_loops import run_independent_rounds
 from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch, furthest, sketch
+from node.outer.state import OuterState
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from protocols.base import Host, Member, PeerId, RoundKey, Settings
@@ -237,15 +236,23 @@ def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[Ro
         trainer = InlineTrainer(Paced(1000, seed=1), 2, 1.0)
         await trainer.write(anchor)
         averager = Alone(host, settings)
-        course, outer = LocalHistory(averager.me, replace(KEY, round=0)), OuterSGD(1e-3, 0.0)
+        outer, newcomer = OuterSGD(1e-3, 0.0), name == "zoe" and not start
+        course = LocalHistory(averager.me, replace(KEY, round=0), lacks_state=newcomer)
 
         def compare(mine: Sketch) -> dict[PeerId, Sketch]:
             sketches[name] = mine
             return {peer: each for peer, each in sketches.items() if peer != name}
 
-        options = IndependentOptions(compare, spread_limit, newcomer=name == "zoe" and not start)
-        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots)
-        outer_loop = IndependentOuterLoop(course, averager, outer, deps, options)
+        outer_loop = IndependentOuterLoop(
+            course,
+            averager,
+            state=OuterState(anchor, outer, host.compute),
+            trainer=trainer,
+            wall=SimClock().wall,
+            snapshots=snapshots,
+            compare=compare,
+            spread_limit=spread_limit,
+        )
         state_sync = IndependentStateSync(
             host,
             settings,
@@ -256,7 +263,7 @@ def play(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[Ro
         )
         await outer_loop.settle()
         goes_on = lambda: len(reports[name]) < rounds  # noqa: E731
-        async for report in run_independent_rounds(outer_loop, state_sync, SimClock().wall, goes_on):
+        async for report in outer_loop.rounds(state_sync, goes_on):
             reports[name].append(report)
 
     async def main() -> None:
