@@ -75,9 +75,9 @@ def require_numbers(logits: torch.Tensor, what: str) -> None:
 
 
 def why_unchecked(expected: Expected) -> str:
-    """Why this export cannot be checked here; empty if it can."""
+    """Why this export cannot be checked; empty if it can."""
     if expected.logits is not None and importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed here"
+        return "transformers is not installed"
     return ""
 
 

@@ -110,7 +110,7 @@ class FineTuned:
         yield str(tokenizer.decode(found, skip_special_tokens=True))[len(shown) :]
 
     def losses(self, rows: Rows) -> tuple[float, float]:
-        """Loss over the targets of these rows, and that of the base model; the base's is nan if it is not here."""
+        """Loss over the targets of these rows, and that of the base model; the base's is nan without adapters."""
         loss = evaluate_rows(self.module, rows, self.settings.rows, len(rows))
         if self.settings.train == "full":
             return loss, math.nan
@@ -141,7 +141,7 @@ def load_fine_tuned(trained: TrainedModel, model: str | None, template: str = ""
     loaded = load_model(model, settings, pins, "cpu", torch.float32, template=template)
     found = {name: each for name, each in loaded.module.named_parameters() if each.requires_grad}
     if {name: each.shape for name, each in found.items()} != {n: each.shape for n, each in trained.tensors.items()}:
-        raise ModelError("here the model has other tensors: use the versions of transformers and peft of the run")
+        raise ModelError("this machine's model has other tensors: use the versions of transformers and peft of the run")
     with torch.no_grad():
         for name, parameter in found.items():
             parameter.copy_(trained.tensors[name])

@@ -26,7 +26,7 @@ def is_own(name: str) -> bool:
 def known(name: str) -> str:
     if name in BUILT_IN or is_own(name):
         return name
-    raise ValueError(f"{name[:60]!a} is no task: {', '.join(BUILT_IN)}, or your own as package.module:factory")
+    raise ValueError(f"{name[:60]!a} is not a task: {', '.join(BUILT_IN)}, or your own as package.module:factory")
 
 
 def plain(options: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class PacedStage(Paced):
         """Move as `Paced` does, and count the tokens of the microbatches since the last step."""
         position = self.position
         moved = super().step(round_number, step)
-        self.position = position  # it counts batches here
+        self.position = position  # of a stage, it counts batches
         tokens = moved.tokens * self._microbatches
         self.discard()
         return Step(moved.loss, tokens)

@@ -35,7 +35,7 @@ FORMAT = 4
 _KEPT_SECONDS = 30 * 86_400.0  # rows unused for so long are removed, as are unfinished ones
 TARGET, START = 1, 2
 TOKENS, FLAGS, SAMPLE, ABOUT = "tokens.bin", "flags.bin", "sample.jsonl", "about.json"
-MASKED = -100  # label of a token that is no target
+MASKED = -100  # label of a token that is not a target
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class RowCounts:
                 f"hf.context = {self.longest} would keep all of them whole"
             )
         if self.empty:
-            found.append(f"{'empty':12}{self.empty:,} answers without content: they are no targets")
+            found.append(f"{'empty':12}{self.empty:,} answers without content: they are not targets")
         if self.unused:
             found.append(f"{'not used':12}{self.unused}: fields that the chat template does not show")
         return found

@@ -143,7 +143,7 @@ class StreamedRows:
         return next(each for each in reversed(self._pass) if each.first <= position)
 
     def _ahead(self, window: Window) -> None:
-        """Have a thread fetch the window, until it is here or another is wanted. It does not outlive the process."""
+        """Have a thread fetch the window, until it has come or another is wanted. It does not outlive the process."""
         future: Future[PreparedData] = Future()
 
         def is_wanted() -> bool:

@@ -80,11 +80,11 @@ class HfTask:
         return evaluate_rows(self.module, self._evaluated, self._settings.rows, EVALUATED_BATCHES * self._settings.rows)
 
     def compare_base(self, loss: float, pins: ModelPins | None) -> None:
-        """Tell the user if the base has another held-out loss here than at the founder's."""
+        """Tell the user if the base has another held-out loss on this machine than at the founder's."""
         there = pins.base_loss if pins else None
         if there and not abs(loss - there) <= BASE_LOSS_TOLERANCE * there:
             warn(
-                f"before training, the model's held-out loss is {loss:.4f} here and {there:.4f} at the "
+                f"before training, the model's held-out loss is {loss:.4f} on this machine and {there:.4f} at the "
                 "founder's, with the same files: are the versions of transformers and torch very different?"
             )
 

@@ -206,7 +206,7 @@ def test_output_on_a_full_disk_gives_one_line(
         (["join", "--bootstrap", "\x1b[2Jnonsense\nand more"], "not a multiaddr"),
         (["join", "--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
         (["join", "--task", "gtp"], "gtp"),
-        (["join", "--task", "os;system:x"], "'os;system:x' is no task"),
+        (["join", "--task", "os;system:x"], "'os;system:x' is not a task"),
         (["join", "--task", "a/b.py:f", "--bootstrap", ADDRESS], "--task cannot be given with --bootstrap"),
         (
             ["join", "--task", "gpt", "--bootstrap", ADDRESS],
@@ -221,7 +221,7 @@ def test_output_on_a_full_disk_gives_one_line(
         (["swarm", "--peers", "2", "--stages", "3"], "3 stages need as many peers, not 2: give --peers 3 or more\n"),
         (["swarm", "--stages", "2", "--protocol", "gossip"], "stages average by butterfly, not by gossip"),
         (["swarm", "--protocol", "gosip"], 'unknown protocol "gosip": did you mean "gossip"?'),
-        (["swarm", "--task", "gtp"], "'gtp' is no task"),
+        (["swarm", "--task", "gtp"], "'gtp' is not a task"),
         (["swarm", "--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
         (["status", "extra"], "extra"),
         (["status", "--bootstrap", "192.0.2.1:4000"], "--bootstrap"),

@@ -88,7 +88,7 @@ def test_unchecked_export_says_so(home: Path, starling: Said, monkeypatch: pytes
     said = starling("export", "--out", "unchecked", "--no-check")[2]
     assert said.endswith(" after 5 rounds; it was not loaded again to compare (--no-check)\n")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "compare (transformers is not installed here)" in starling("export", "--out", "without")[2]
+    assert "compare (transformers is not installed)" in starling("export", "--out", "without")[2]
 
 
 def test_variable_names_one_directory(

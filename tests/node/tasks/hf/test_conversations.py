@@ -349,6 +349,6 @@ def test_cut_and_lost_conversations_are_told() -> None:
     lines = RowCounts(cut=2, lost=1, longest=40, empty=3, unused="name").lines(16)
     assert lines[-3:] == [
         "cut         2 conversations, of which 1 lost all their targets: hf.context = 40 would keep all of them whole",
-        "empty       3 answers without content: they are no targets",
+        "empty       3 answers without content: they are not targets",
         "not used    name: fields that the chat template does not show",
     ]
