@@ -17,14 +17,19 @@ _NEVER_ADAPTED = frozenset({"lm_head", "embed_out", "output_layer", "score", "ga
 
 
 def adapted_layers(module: nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    linear, experts = _linear_layers(module), _experts(module)
+    from transformers.pytorch_utils import Conv1D
+
+    named = [(name.rpartition(".")[2], each) for name, each in module.named_modules()]
+    layers = [(name, each) for name, each in named if isinstance(each, nn.Linear | Conv1D)]
+    linear, experts = {name for name, _ in layers}, _experts(module)
     known = sorted(linear - _NEVER_ADAPTED)
     if wanted == (ALL_LINEAR,):
         return tuple(known)
     if missing := sorted(set(wanted) - linear - experts.keys()):
         have = ", ".join(known + sorted(experts))
         raise ModelError(f"hf.lora_targets: the model has no linear layer {missing[0]}: it has {have}")
-    if tied := sorted(set(wanted) & _tied_layers(module)):
+    embedding = module.get_input_embeddings().weight  # type: ignore[operator]
+    if tied := sorted(name for name, each in layers if name in wanted and each.weight is embedding):
         raise ModelError(
             f"hf.lora_targets: {tied[0]} shares its weights with the embedding in this model, and an adapter on it "
             "could not be merged into both: leave it out"
@@ -83,12 +88,6 @@ def tell_frozen_experts(module: nn.Module, targets: Iterable[str]) -> None:
         )
 
 
-def _linear_layers(module: nn.Module) -> set[str]:
-    from transformers.pytorch_utils import Conv1D
-
-    return {name.rpartition(".")[2] for name, each in module.named_modules() if isinstance(each, nn.Linear | Conv1D)}
-
-
 def _experts(module: nn.Module) -> dict[str, int]:
     """Parameters with a matrix for each expert."""
     found: dict[str, int] = {}
@@ -97,12 +96,3 @@ def _experts(module: nn.Module) -> dict[str, int]:
             short = ".".join([each for each in name.split(".") if each != "base_layer"][-2:])  # of adapters' wrappers
             found[short] = found.get(short, 0) + parameter.numel()
     return found
-
-
-def _tied_layers(module: nn.Module) -> set[str]:
-    embedding = module.get_input_embeddings().weight  # type: ignore[operator]
-    return {
-        name.rpartition(".")[2]
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear) and each.weight is embedding
-    }

@@ -145,28 +145,31 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise ModelError(f"{where}: a call needs the name of its function")
     arguments = inner.get("arguments") or {}
+    why = f"{where}: the arguments of a call of {inner['name'][:40]!a} are not an object in JSON"
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
+        arguments = from_json(arguments or "{}", why)
     if not isinstance(arguments, dict):
-        raise ModelError(f"{where}: the arguments of a call of {inner['name'][:40]!a} are not an object in JSON")
+        raise ModelError(why)
     others = call if "function" in call else {}
     return {"type": "function", **others, "function": {**inner, "arguments": arguments}}
 
 
 def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "[]")
-        except (ValueError, RecursionError):
-            raise ModelError(f"{where}: its tools are a text that is not JSON") from None
+        tools = from_json(tools or "[]", f"{where}: its tools are a text that is not JSON")
     if not tools:
         return []
     if not isinstance(tools, list) or not all(isinstance(each, dict) and tool_name(each) for each in tools):
         raise ModelError(f"{where}: its tools must be a list of functions, each with a name")
     return tools
+
+
+def from_json(text: str, why: str) -> Any:
+    """The value in a text; `ModelError` with this message if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ModelError(why) from None
 
 
 def tool_name(tool: dict[str, Any]) -> str:

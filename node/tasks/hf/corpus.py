@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from node.tasks.files import Look, look, require_data, shown
-from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable
+from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable, from_json
 from node.tasks.hf.settings import ModelError
 from node.tasks.readers import blocks, missing, rows_in, text_of
 
@@ -131,7 +131,10 @@ def read_documents(files: Sequence[Path], is_chat: bool) -> Iterator[Document]:
                     )
                 yield from _from_text(file, found)
             else:
-                yield from _from_rows(file, found, is_chat)
+                for fields, where in rows_in(file, found, COLUMNS):
+                    if found.kind == "csv" and is_chat and (cell := fields.get("messages")) is not None:
+                        fields["messages"] = from_json(cell, f"{where}: its messages are not a list in JSON")
+                    yield document_of(fields, is_chat, where)
         except OSError as error:
             why = error.strerror or " ".join(str(error).split())[:200]
             raise ModelError(f"{shown(file)} cannot be read ({why})") from None
@@ -144,20 +147,6 @@ def _from_text(file: Path, found: Look) -> Iterator[Document]:
         following = next(parts, None)
         yield Document(part.decode(), begins, following is None)
         part, begins = following, False
-
-
-def _from_rows(file: Path, found: Look, is_chat: bool) -> Iterator[Document]:
-    for fields, where in rows_in(file, found, COLUMNS):
-        if found.kind == "csv" and is_chat:
-            fields = fields | _messages(fields.get("messages"), where)
-        yield document_of(fields, is_chat, where)
-
-
-def _messages(text: str | None, where: str) -> dict[str, Any]:
-    try:
-        return {} if text is None else {"messages": json.loads(text)}
-    except (ValueError, RecursionError):
-        raise ModelError(f"{where}: its messages are not a list in JSON") from None
 
 
 def document_of(fields: Any, is_chat: bool, where: str) -> Document:
