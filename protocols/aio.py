@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -89,15 +89,14 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise errors.exceptions[0] from None
 
 
-async def until_gone(members: Members, watched: Sequence[Member], deadline: Deadline) -> list[PeerId]:
-    """Wait until a watched member is no longer live. Returns those that are not, or an empty list at the deadline."""
-    loop = asyncio.get_running_loop()
-    while loop.time() < deadline:
-        version, live = members.version, members.live()
-        if gone := [member.peer for member in watched if member not in live]:
-            return gone
+async def raise_when_gone(members: Members, member: Member, deadline: Deadline) -> None:
+    """Raise `PeerSilent` as soon as this incarnation of a peer is no longer live, or at the deadline."""
+    while loop_time() < deadline:
+        version = members.version
+        if member not in members.live():
+            raise PeerSilent(member.peer, "lost in the middle of it")
         await members.changed(version, deadline)
-    return []
+    raise PeerSilent(member.peer, "it did not end in time")
 
 
 @asynccontextmanager

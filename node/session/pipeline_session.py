@@ -114,7 +114,7 @@ class PipelineSession:
             watch=self._watch,
         )
         self._clock = lambda: clock.rounds(self._drivers(), loop_time())
-        return ServingTrainer(training, server, self._clock, self._manifest.config.recipe.rounds)
+        return ServingTrainer(training, server.admission, self._clock, self._manifest.config.recipe.rounds)
 
     def _drivers(self) -> tuple[Member, ...]:
         return by_stage(self._live(), self._membership, self._stages)[0]

@@ -17,7 +17,6 @@ from protocols.aio import loop_time, task_group
 from protocols.base import LocalProgress, Member, RoundKey, Vector
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
-from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, ignore_event
 
 LOOK_SECONDS = 0.25
@@ -100,8 +99,11 @@ class _StageTrainer:
         """
         return replace(work, step_seconds=LOOK_SECONDS + self._training.job_seconds())
 
-    def _has_news(self, cut: asyncio.Event) -> Callable[[], bool]:
-        return lambda: self._admission.is_full or cut.is_set() or self._gate.resting
+    async def _wait(self, cut: asyncio.Event) -> None:
+        """Wait for a step that is due, the cut, or a rest."""
+        await self._admission.changed.reached(
+            lambda: self._admission.is_full or cut.is_set() or self._gate.resting, loop_time() + LOOK_SECONDS
+        )
 
     def _stepped(self) -> None:
         self._change_epoch("stepped")
@@ -122,12 +124,12 @@ class ServingTrainer(_StageTrainer):
     def __init__(
         self,
         training: StageTraining,
-        server: StageServer,
+        admission: StepAdmission,
         rounds_completed: Callable[[], int],
         run_rounds: float = math.inf,
     ) -> None:
-        super().__init__(training, server.admission)
-        self._server, self._rounds_completed, self._run_rounds = server, rounds_completed, run_rounds
+        super().__init__(training, admission)
+        self._rounds_completed, self._run_rounds = rounds_completed, run_rounds
 
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
@@ -155,7 +157,7 @@ class ServingTrainer(_StageTrainer):
                     complete = not complete
                     offer(await self._replica.work())
                 else:
-                    await self._server.until(self._has_news(cut), loop_time() + LOOK_SECONDS)
+                    await self._wait(cut)
         finally:
             self._close()
         return self._offer(replace(await self._replica.work(), complete=self._is_complete(key)))
@@ -218,4 +220,4 @@ class DrivingTrainer(_StageTrainer):
                 if due:
                     progress(self._offer(due))
             else:
-                await self._driver.until(self._has_news(cut), loop_time() + LOOK_SECONDS)
+                await self._wait(cut)

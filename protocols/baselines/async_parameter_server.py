@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from protocols import wire
-from protocols.aio import Notifier, peer_timeout, run_with_helper, set_at, until_gone
+from protocols.aio import Notifier, peer_timeout, raise_when_gone, run_with_helper, set_at
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -268,15 +268,13 @@ class AsyncSession(SessionBase):
         raise PeerGone(server, "named as the server, but does not serve")
 
     async def _visit(self, peer: PeerId, vector: Vector | None) -> PeerId:
-        """Exchange with a peer (`_exchange`) as long as it is live."""
-
-        async def watch() -> None:
-            members = self._host.members
-            await until_gone(members, [member for member in members.live() if member.peer == peer], self.deadline)
-            raise PeerSilent(peer, "was lost during an exchange, or did not end it before the deadline")
-
-        self._partner = peer
-        return await run_with_helper(self._exchange(peer, vector), watch())
+        """Exchange with a peer (`_exchange`) as long as it is live; one that another peer named may not be yet."""
+        self._partner, members = peer, self._host.members
+        for member in members.live():
+            if member.peer == peer:
+                watch = raise_when_gone(members, member, self.deadline)
+                return await run_with_helper(self._exchange(peer, vector), watch)
+        return await self._exchange(peer, vector)
 
     async def _exchange(self, peer: PeerId, vector: Vector | None) -> PeerId:
         """Push a displacement to a peer, whose parameters replace it; "" if it has applied it, else the server that it

@@ -98,7 +98,7 @@ class SynchronousRound:
         self.codec = state_codec(endpoint.settings.codec)
         self.arrived: set[PeerId] = set()  # the members that have opened a stream to this peer
         self.sources: frozenset[PeerId] = frozenset()  # the members that open one; the algorithm sets them
-        self.over = False  # this peer has the mean; it may still serve other members
+        self.over = False  # this peer has the mean: it may still serve other members, and cannot abort the round
         self.why = ""  # why the round is aborted
         self.ahead = head.key.round  # the latest round that another peer has claimed
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
@@ -192,11 +192,6 @@ class SynchronousRound:
             self.ahead = max(self.ahead, header.round)
             self.abort(f"refused: {header.why}", peer)
             raise RoundAborted(self.why)
-
-    def end(self) -> None:
-        """Record that this peer has the mean: it cannot abort the round any more."""
-        self.over = True
-        self.wake()
 
     def wake(self) -> None:
         self._notifier.notify()

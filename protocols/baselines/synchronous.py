@@ -166,7 +166,8 @@ class SynchronousSession(SessionBase):
                 watch = group.create_task(self._watch(current_round))
                 await run_with_helper(exchange.run(), current_round.aborted())
                 watch.cancel()
-            current_round.end()
+            current_round.over = True
+            current_round.wake()
             self.group = f"{self.head.key.round}/{current_round.digest.hex()[:16]}"
         except PeerError as error:
             current_round.abort(error.why, error.peer)

@@ -271,7 +271,8 @@ class RoundStart:
         mine, working = self._offers.get(self._me.peer), self._working()
         if mine is None:
             return None
-        if any(peer in working and self._leaves_now(peer) for peer in self.leaving()):
+        # a leaver that offers its last work: one that only leaves the roster continues with its steps
+        if any(peer in working and peer in self._offers and self._offers[peer].complete for peer in self.leaving()):
             return 0.0 if mine.tokens else LEAVER_SECONDS  # a moment only, if no work is done yet
         if not working:
             return 0.0 if self._all_leave() or self._roster_changes() else None
@@ -287,11 +288,6 @@ class RoundStart:
         """Whether every member leaves, and there is work to count first. The only one of a roster cannot leave."""
         peers, leaving = [member.peer for member in self._roster], self.leaving()
         return len(peers) > 1 and leaving.issuperset(peers) and any(map(self.has_work, peers))
-
-    def _leaves_now(self, peer: PeerId) -> bool:
-        """Whether a leaving member offers its last work. One that only leaves the roster continues with its steps."""
-        offer = self._offers.get(peer)
-        return bool(offer and offer.complete)
 
     def leaving(self) -> frozenset[PeerId]:
         """Members that leave after the round, by their offers or by those in the plan."""

@@ -6,7 +6,7 @@ The caller has verified the votes (`protocols.history.fork_choice`) or has just 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from weakref import WeakSet
@@ -91,10 +91,6 @@ class Chain:
         return place - self._trunk.idle(min(place, self._shared)) - own
 
     @property
-    def refused(self) -> int:
-        return self._trunk.refused
-
-    @property
     def records(self) -> tuple[bytes, ...]:
         return tuple(link.certificate.record for link in self._read(self._trunk.floor, len(self)))
 
@@ -139,12 +135,6 @@ class Chain:
             return tuple(self._read(place, len(self) - place if limit is None else limit))
         except RoundPruned:
             return ()
-
-    def walk(self, lineage: bytes) -> Iterator[DecidedRound]:
-        """Like `since`, but a few at a time. Ends early where a round cannot be read."""
-        while some := self.since(lineage, PIECE):
-            yield from some
-            lineage = some[-1].lineage
 
     def count_since(self, lineage: bytes) -> int:
         place = self._place(lineage)

@@ -174,9 +174,9 @@ class RoundLog(Sequence[DecidedRound]):
         self._anchors = array("Q", [0])  # place -> place of the lineage that pseudo-gradients are measured from
         self._rosters = [_Roster(0, start.roster, start.former)]
         self._recent: list[DecidedRound] = []
-        self.refused = self._restore()
+        self._restore()
 
-    def _restore(self) -> int:
+    def _restore(self) -> None:
         held = len(self._archive)
         try:
             while len(self) < held:
@@ -187,7 +187,6 @@ class RoundLog(Sequence[DecidedRound]):
         except (RoundPruned, BadPayload, ValueError):
             self._archive.truncate(len(self))
             self.floor = 0
-        return held - len(self)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from protocols.aio import loop_time, peer_timeout, run_with_helper, task_group
+from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper, task_group
 from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, PeerSilent, Settings, Stream
 from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
 from protocols.pairwise.state_swap import (
@@ -22,7 +22,6 @@ from protocols.pairwise.state_swap import (
     StateReceived,
     StateSwap,
     hear,
-    watch,
 )
 from protocols.peers.estimates import RecentDict
 from protocols.peers.timeouts import CHEAP_SECONDS, MAX_PEERS, RequestDeduplicator
@@ -170,7 +169,7 @@ class ExchangingAverager(PairwiseAverager):
                 limit.reschedule(None)  # from here on the exchange is watched
                 self.timeouts.answered(peer, loop_time() - began)
                 self._open, exchange = None, self.begin(session, ask, partner, until)
-                await run_with_helper(self._lead(exchange, stream), watch(self.host.members, partner, until))
+                await run_with_helper(self._lead(exchange, stream), raise_when_gone(self.host.members, partner, until))
                 return ExchangeOutcome.HELD
         except (PeerError, BadPayload, TimeoutError) as error:
             if exchange and await self._held(exchange, error):
@@ -269,7 +268,7 @@ class ExchangingAverager(PairwiseAverager):
 
     async def _follow(self, exchange: PairExchange, stream: Stream) -> None:
         try:
-            watching = watch(self.host.members, exchange.partner, exchange.deadline)
+            watching = raise_when_gone(self.host.members, exchange.partner, exchange.deadline)
             await run_with_helper(self._receive(exchange, stream), watching)
             self._check_may_move(exchange)
         except BadPayload:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
 
-from protocols.aio import loop_time, run_with_helper, task_group
+from protocols.aio import loop_time, raise_when_gone, run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart, send_encoded
 from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, Settings, Stream
 from protocols.pairwise import matching
@@ -32,7 +32,7 @@ from protocols.pairwise.shares import (
     WeightedAverager,
     split_share,
 )
-from protocols.pairwise.state_swap import hear, watch
+from protocols.pairwise.state_swap import hear
 from protocols.peers.timeouts import CHEAP_SECONDS
 from protocols.vectors.views import VectorView
 
@@ -144,7 +144,7 @@ class ShareSender:
                 limit.reschedule(None)  # from here on the transfer is watched
                 timeouts.answered(peer, 2 * (loop_time() - began))
                 reached = True
-                watching = watch(weighted.host.members, share.to, until)
+                watching = raise_when_gone(weighted.host.members, share.to, until)
                 counted = await run_with_helper(_deliver(stream, give, part), watching)
         except (PeerError, BadPayload, TimeoutError):
             now = loop_time()

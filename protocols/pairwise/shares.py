@@ -13,12 +13,12 @@ from functools import partial
 
 import torch
 
-from protocols.aio import loop_time, run_with_helper
+from protocols.aio import loop_time, raise_when_gone, run_with_helper
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Host, Member, PeerId, PeerSilent, Settings, Stream
 from protocols.pairwise.mass_ledger import MassLedger, Share
 from protocols.pairwise.shared_state import PairwiseAverager, SharedStateSession
-from protocols.pairwise.state_swap import ExchangeMessage, StateReceiver, state_norm, watch
+from protocols.pairwise.state_swap import ExchangeMessage, StateReceiver, state_norm
 from protocols.peers.timeouts import CHEAP_SECONDS, PeerTimeouts
 from protocols.vectors.views import VectorView
 from protocols.wire import flag, one, real, register, text, uint
@@ -154,7 +154,9 @@ class ShareReceiver:
         began, size_bytes = loop_time(), theirs.part.size_bytes
         deadline = min(stream.deadline, began + timeouts.timeout_seconds(peer, size_bytes))
         try:
-            await run_with_helper(theirs.take(stream), watch(self._weighted.host.members, give.sender, deadline))
+            await run_with_helper(
+                theirs.take(stream), raise_when_gone(self._weighted.host.members, give.sender, deadline)
+            )
         except PeerSilent as error:
             now = loop_time()
             if now >= min(deadline, began + CHEAP_SECONDS):

@@ -26,9 +26,9 @@ from typing import TypeVar
 import torch
 
 from protocols import wire
-from protocols.aio import task_group, until_gone
+from protocols.aio import task_group
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import BadPayload, Compute, Deadline, Header, Member, Members, PeerSilent, RoundKey, Stream, Vector
+from protocols.base import BadPayload, Compute, Header, Member, PeerSilent, RoundKey, Stream, Vector
 from protocols.streams.chunks import receive_chunk, send_vector
 from protocols.vectors.views import LARGEST_FLOAT32, VectorView, norm
 from protocols.wire import flag, one, register, text, uint
@@ -99,12 +99,6 @@ async def hear(stream: Stream, kind: type[MessageType], ask: ExchangeMessage) ->
     if (message.key, message.sequence) != (ask.key, ask.sequence) or message.sender.peer != stream.peer:
         raise BadPayload(f"{kind.__name__} of another exchange")
     return message
-
-
-async def watch(members: Members, partner: Member, deadline: Deadline) -> None:
-    """Raise `PeerSilent` when this incarnation of the partner is no longer live, or the deadline has passed."""
-    gone = await until_gone(members, [partner], deadline)
-    raise PeerSilent(partner.peer, "lost in the middle of it" if gone else "it did not end in time")
 
 
 class StateReceiver:

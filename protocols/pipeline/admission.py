@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from protocols.aio import Notifier
 from protocols.base import Member
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10.0, 600.0
@@ -61,19 +62,17 @@ class Lease:
 
 
 class StepAdmission:
-    """The microbatches of the present AdamW step of a replica.
+    """The microbatches of the present AdamW step of a replica. `watch` is told what becomes of each lease."""
 
-    `on_change` is called whenever a lease may be granted, or a step taken, that could not before.
-    """
-
-    def __init__(self, batches: int, on_change: Callable[[], None], watch: Callable[[str, Lease], None]) -> None:
+    def __init__(self, batches: int, watch: Callable[[str, Lease], None]) -> None:
+        self.changed = Notifier()  # notified when a lease may be granted, or a step taken, that could not before
         self.batches = batches  # B
         self.epoch = 0  # how often the weights have changed
         self.counted: list[Lease] = []  # in the present gradient
         self.is_open = False  # whether leases are granted: between a round's begin and its cut
         self._leased: dict[Lease, None] = {}
         self._expired: dict[Member, tuple[int, float]] = {}  # drivers: leases that ran out in a row, none before then
-        self._on_change, self._watch = on_change, watch
+        self._watch = watch
 
     @property
     def leased(self) -> int:
@@ -118,7 +117,7 @@ class StepAdmission:
 
     def open(self) -> None:
         self.is_open = True
-        self._on_change()
+        self.changed.notify()
 
     def close(self) -> None:
         """Grant no lease. Those that are held stay valid."""
@@ -130,7 +129,7 @@ class StepAdmission:
             self._settle(lease, LeaseState.ENDED)
         self.counted = []
         self.epoch += 1
-        self._on_change()
+        self.changed.notify()
 
     def _settle(self, lease: Lease, state: LeaseState) -> None:
         lease.state = state
@@ -139,7 +138,7 @@ class StepAdmission:
             self._expired.pop(lease.driver, None)
             self.counted.append(lease)
         self._watch("counted" if state is LeaseState.COUNTED else "ended", lease)
-        self._on_change()
+        self.changed.notify()
 
 
 def fair_share(batches: int, drivers: int) -> int:

@@ -18,7 +18,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Self
 
-from protocols.aio import Notifier, loop_time, peer_timeout, run_with_helper, task_group
+from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper, task_group
 from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream, stage_scope
 from protocols.pipeline.admission import Lease, StepAdmission
 from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob, StageWork
@@ -47,7 +47,7 @@ from protocols.pipeline.settings import (
     PipelineSettings,
     ignore_event,
 )
-from protocols.pipeline.stages import StageDirectory, by_stage, raise_when_gone
+from protocols.pipeline.stages import StageDirectory, by_stage
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
@@ -102,8 +102,7 @@ class PipelineDriver:
     ) -> None:
         self.endpoint, self.settings, self.work, self.check = endpoint, settings, work, check
         self._directory, self.watch = directory, watch
-        self._notifier = Notifier()
-        self.admission = StepAdmission(settings.batches, self._notifier.notify, self._tell)
+        self.admission = StepAdmission(settings.batches, self.report)
         rng, later = endpoint.host.rng("pipeline router"), range(1, settings.stages)
         self.routers = {stage: ReplicaRouter(rng) for stage in later}
         outer_rng = endpoint.host.rng("pipeline outer")  # what a replica refuses here, it may well do in training
@@ -114,10 +113,6 @@ class PipelineDriver:
     def without_replicas(self) -> tuple[int, ...]:
         """Stages that no live member is in: nothing is started meanwhile."""
         return tuple(stage for stage, members in self._replicas().items() if stage and not members)
-
-    async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Wait until the condition, which is asked whenever the admission changes, holds; whether it does in time."""
-        return await self._notifier.reached(condition, deadline)
 
     async def run(self) -> None:
         """Keep the window full until cancelled. Then all streams are reset, and all leases end."""
@@ -168,7 +163,7 @@ class PipelineDriver:
         """Wait for a place in this peer's own step and for a replica of every stage; then begin a microbatch."""
         me = self.endpoint.me
         while True:
-            ready = await self._notifier.reached(
+            ready = await self.admission.changed.reached(
                 lambda: self.admission.may_grant(me, 1, loop_time()), loop_time() + LOOK_SECONDS
             )
             if ready and not self.without_replicas:
@@ -198,9 +193,6 @@ class PipelineDriver:
     def _replicas(self) -> dict[int, tuple[Member, ...]]:
         live = self.endpoint.host.members.live()
         return dict(by_stage(live, self._directory, self.settings.stages))
-
-    def _tell(self, kind: str, lease: Lease) -> None:
-        self.report(kind, lease)
 
 
 class _Lane:

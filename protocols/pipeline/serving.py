@@ -6,11 +6,9 @@ microbatch's input, as it came, between forward and backward, and computes the f
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable
 
-from protocols.aio import Notifier, loop_time, peer_timeout, run_with_helper
+from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper
 from protocols.base import BadPayload, Buffer, Header, Member, PeerSilent, Stream, stage_scope
 from protocols.peers.estimates import ewma
 from protocols.pipeline.admission import Lease, StepAdmission
@@ -37,7 +35,6 @@ from protocols.pipeline.settings import (
     PipelineSettings,
     ignore_event,
 )
-from protocols.pipeline.stages import raise_when_gone
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
@@ -65,19 +62,14 @@ class StageServer:
     ) -> None:
         self._endpoint, self._settings, self._stage, self._work = endpoint, settings, stage, work
         self._drivers, self._trained, self._watch = drivers, trained, watch
-        self._notifier = Notifier()
-        self.admission = StepAdmission(settings.batches, self._notifier.notify, self._tell)
-        self._queue: list[tuple[object, Member]] = []  # drivers that wait for a place, first come first
+        self.admission = StepAdmission(settings.batches, self._tell)
+        self._queue: list[StageRequest] = []  # of drivers that wait for a place, first come first
         self._usual_seconds = LEASE_SECONDS / LEASE_MULTIPLE  # from the grant of a lease to its count
         place = Place.LAST if stage == settings.last else Place.MIDDLE
         kinds = [kind for kind in JobKind if kind.place is place and kind.is_outer]
         self._outer_kinds = [kind for kind in kinds if all(map(settings.sizes.of, kind.takes + kind.gives))]
         self._outer_jobs = 0
         endpoint.serve(METHOD, StageRequest, self._serve)
-
-    async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Wait until the condition, which is asked whenever the admission changes, holds; whether it does in time."""
-        return await self._notifier.reached(condition, deadline)
 
     # -- one stream ---------------------------------------------------------------------------------------------------
 
@@ -93,11 +85,14 @@ class StageServer:
             if not asked.number:
                 await self._compute_outer(stream, asked)
             else:
-                async with self._place(asked) as lease:
-                    if lease is None:
-                        await stream.send(StageBusy(RETRY_SECONDS))
-                    else:
+                lease = await self._granted(asked)
+                if lease is None:
+                    await stream.send(StageBusy(RETRY_SECONDS))
+                else:
+                    try:
                         await self._microbatch(stream, lease)
+                    finally:
+                        lease.end()
             async with peer_timeout(SERVER_IDLE_SECONDS, stream.peer, "waiting for its next request"):
                 asked = expect(await stream.receive(HEADER_LIMIT), StageRequest)
 
@@ -107,36 +102,24 @@ class StageServer:
         if (request.sender, request.to) != (driver, self._endpoint.me):
             raise BadPayload("a request in another name than the stream's first one")
 
-    @asynccontextmanager
-    async def _place(self, request: StageRequest) -> AsyncIterator[Lease | None]:
-        """A lease, which ends with this context; None if no place is free in time."""
-        lease = await self._granted(request)
-        try:
-            yield lease
-        finally:
-            if lease:
-                lease.end()
-
     async def _granted(self, request: StageRequest) -> Lease | None:
         """Wait for a place. Of several drivers that could have one, the one that has waited longest gets it."""
-        driver, admission = request.sender, self.admission
-        ticket = object()
-        queue = self._queue
-        queue.append((ticket, driver))
+        admission, queue = self.admission, self._queue
+        queue.append(request)
 
         def is_next() -> bool:
-            drivers = self._drivers()
-            return next((t for t, each in queue if admission.may_grant(each, drivers, loop_time())), None) is ticket
+            drivers, now = self._drivers(), loop_time()
+            return next((each for each in queue if admission.may_grant(each.sender, drivers, now)), None) is request
 
         try:
             # between two rounds, or while it catches up, other replicas may well have places
-            await self._notifier.reached(lambda: not admission.is_open or is_next(), loop_time() + GRANT_SECONDS)
+            await admission.changed.reached(lambda: not admission.is_open or is_next(), loop_time() + GRANT_SECONDS)
             if not is_next():
                 return None
-            return admission.grant(driver, request.number, loop_time())
+            return admission.grant(request.sender, request.number, loop_time())
         finally:
-            queue.remove((ticket, driver))
-            self._notifier.notify()
+            queue.remove(request)
+            admission.changed.notify()
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -208,7 +191,8 @@ class StageServer:
 
         async def until_expired() -> None:
             while (left := lease.granted_at + self._lease_seconds() - loop_time()) > 0:
-                await self._notifier.reached(partial(self._has_changed, bool(self._queue)), loop_time() + left)
+                contended = bool(self._queue)
+                await self.admission.changed.reached(lambda: bool(self._queue) != contended, loop_time() + left)  # noqa: B023
             if not self.admission.lets_leases_expire(lease.driver):  # else such a driver would make all leases long
                 self._usual_seconds = ewma(self._usual_seconds, loop_time() - lease.granted_at, GAIN)
             self.admission.expire(lease, loop_time())
@@ -224,9 +208,6 @@ class StageServer:
         if not self._queue:
             return LEASE_SECONDS
         return min(LEASE_SECONDS, max(CONTENDED_LEASE_SECONDS, LEASE_MULTIPLE * self._usual_seconds))
-
-    def _has_changed(self, contended: bool) -> bool:
-        return bool(self._queue) != contended
 
     def _tell(self, kind: str, lease: Lease) -> None:
         me = self._endpoint.me

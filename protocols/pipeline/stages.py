@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Protocol
 
-from protocols.aio import until_gone
-from protocols.base import Deadline, Member, Members, PeerId, PeerSilent
+from protocols.base import Deadline, Member, Members, PeerId
 
 
 class StageDirectory(Protocol):
@@ -81,9 +80,3 @@ def by_stage(members: Sequence[Member], directory: StageDirectory, stages: int) 
         if stage is not None and stage in found and not directory.rests(member.peer):
             found[stage].append(member)
     return {stage: tuple(each) for stage, each in found.items()}
-
-
-async def raise_when_gone(members: Members, member: Member, deadline: Deadline) -> None:
-    """Raise `PeerSilent` as soon as the member is no longer live; else return at the deadline."""
-    if await until_gone(members, [member], deadline):
-        raise PeerSilent(member.peer, "is gone")

@@ -162,7 +162,9 @@ class PipelineWorld(World):
             watch=self.watch,
         )
         self.admissions[me] = server.admission
-        return self._checked(me, ServingTrainer(training, server, lambda: clock.rounds(drivers(), loop_time())))
+        return self._checked(
+            me, ServingTrainer(training, server.admission, lambda: clock.rounds(drivers(), loop_time()))
+        )
 
     def _checked(self, me: Member, trainer: DrivingTrainer | ServingTrainer) -> Trainer:
         """The trainer, whose work is compared with the events of its steps."""

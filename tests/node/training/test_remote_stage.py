@@ -8,7 +8,6 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from node.training.remote_stage import RemoteStage
 from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.stage_replica import MAX_OUTER_JOBS, LeasedStage
 from node.training.stage_trainer import ServingTrainer, StageTraining
-from protocols.aio import Notifier
 from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.job import JobKind, LeaseLost, StageJob
@@ -59,7 +57,7 @@ async def workers(text: Path, *stages: int) -> AsyncIterator[list[RemoteStage]]:
 
 def admission_of(stage: RemoteStage) -> StepAdmission:
     """What admits microbatches to the stage's steps, as a peer has it."""
-    admission = StepAdmission(RECIPE.batches, lambda: None, lambda kind, lease: None)
+    admission = StepAdmission(RECIPE.batches, lambda kind, lease: None)
     stage.on_lost = admission.next_epoch
     admission.open()
     return admission
@@ -127,12 +125,10 @@ async def test_killed_worker_voids_the_step_and_is_replaced(text: Path) -> None:
 async def test_door_is_closed_while_there_is_no_worker(text: Path) -> None:
     """Nobody uploads a microbatch for which there is no worker, and no driver spins; then training goes on."""
     async with workers(text, 2) as (remote,):
-        server = SimpleNamespace(admission=admission_of(remote))
-        server.until = Notifier().reached
-        training = StageTraining(DRIVER, 2, remote, lambda: True)
-        trainer = ServingTrainer(training, server, lambda: 0)  # type: ignore[arg-type]
+        admission = admission_of(remote)
+        trainer = ServingTrainer(StageTraining(DRIVER, 2, remote, lambda: True), admission, lambda: 0)
         remote.on_lost, remote.on_restored = trainer.lose, trainer.resume
-        cut, admission = asyncio.Event(), server.admission
+        cut = asyncio.Event()
         admission.close()
         training_on = asyncio.create_task(trainer.train(RoundKey(bytes(32), "run/stage/2", bytes(32), 0), cut, print))
         await until(lambda: admission.is_open)

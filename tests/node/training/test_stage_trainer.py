@@ -38,7 +38,7 @@ class Replica:
 
 def admission() -> StepAdmission:
     """One in which a step is due."""
-    due = StepAdmission(BATCHES, lambda: None, lambda kind, lease: None)
+    due = StepAdmission(BATCHES, lambda kind, lease: None)
     due.open()
     for number in range(BATCHES):
         lease = due.grant(ME, number, 0.0)
@@ -61,10 +61,6 @@ def offers(trainer: Any) -> list[LocalProgress]:
     return found
 
 
-async def until(condition: Any, deadline: float) -> None:
-    await asyncio.sleep(0.1)
-
-
 async def forever() -> None:
     await asyncio.sleep(1e9)
 
@@ -72,33 +68,33 @@ async def forever() -> None:
 def test_idle_time_of_a_step_does_not_hold_up_the_call() -> None:
     replica: Any = Replica()
     training = StageTraining(ME, 1, replica, lambda: True, job_seconds=lambda: JOB_SECONDS)
-    server: Any = SimpleNamespace(admission=admission(), until=until)
-    driver: Any = SimpleNamespace(admission=admission(), until=until, run=forever)
+    driver: Any = SimpleNamespace(admission=admission(), run=forever)
     for trainer in (
-        ServingTrainer(training, server, lambda: 4),
+        ServingTrainer(training, admission(), lambda: 4),
         DrivingTrainer(training, driver, lambda rounds: None),
     ):
-        assert {each.step_seconds for each in offers(trainer)} == {LOOK_SECONDS + JOB_SECONDS}
-        assert {each.seconds for each in offers(trainer)} == {IDLE_SECONDS}, "the time is reported as it was"
+        found = offers(trainer)
+        assert {each.step_seconds for each in found} == {LOOK_SECONDS + JOB_SECONDS}
+        assert {each.seconds for each in found} == {IDLE_SECONDS}, "the time is reported as it was"
 
 
 def test_round_in_which_a_driver_rested_is_not_announced_as_trained() -> None:
     """It may have been called only to change the roster. The next attempt at the same round does not forget it."""
     replica: Any = Replica()
-    driver: Any = SimpleNamespace(admission=admission(), until=until, run=forever)
+    driver: Any = SimpleNamespace(admission=admission(), run=forever)
     announced: list[int] = []
     trainer = DrivingTrainer(StageTraining(ME, 0, replica, lambda: True), driver, announced.append)
-    for rests, key, expected in (
-        (True, KEY, KEY.round),
-        (False, KEY, KEY.round),
-        (False, replace(KEY, lineage=bytes([1] * 32)), KEY.round + 1),
-    ):
-        trainer.rest(rests)
 
-        async def attempt(key: RoundKey = key) -> None:
+    async def story() -> None:
+        for rests, key, expected in (
+            (True, KEY, KEY.round),
+            (False, KEY, KEY.round),
+            (False, replace(KEY, lineage=bytes([1] * 32)), KEY.round + 1),
+        ):
+            trainer.rest(rests)
             cut = asyncio.Event()
             asyncio.get_running_loop().call_later(1.0, cut.set)
             await trainer.train(key, cut, lambda work: None)
+            assert announced[-1] == expected
 
-        simloop.run(attempt())
-        assert announced[-1] == expected
+    simloop.run(story())

@@ -56,7 +56,6 @@ def same(chain: Chain, plain: Plain) -> None:
         assert lineage in chain and chain.at(lineage) == head and chain.count_since(lineage) == len(links) - place
         assert list(getattr(chain.at(lineage), "former", ())) == former(heads[: place + 1])
         assert chain.since(lineage) == tuple(links[place:]) and chain.since(lineage, 2) == tuple(links[place:][:2])
-        assert tuple(chain.walk(lineage)) == tuple(links[place:])
         assert chain.child(lineage) == next(iter(links[place:]), None)
         some = chain.certificates(lineage)
         assert bool(some) == (place < len(links))
@@ -116,7 +115,7 @@ def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece
                 pairs.append((chain.copy(), Plain(plain.links)))
             else:
                 pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), pairs[0][1])]
-                assert pairs[0][0].refused == 0
+                assert len(archive) == len(pairs[0][1].links), "none is refused"
             for pair in pairs:
                 same(*pair)
             assert all(list(branch) == links for branch, links in lent), "the branch that was lent is unchanged"
@@ -154,7 +153,7 @@ def test_archived_records_after_a_break_are_dropped() -> None:
     ):
         archive = archived(held)
         chain = Chain(RUN, "run", ROSTER, ROOT, archive)
-        assert len(chain) == len(archive) == good and chain.refused == len(held) - good
+        assert len(chain) == len(archive) == good
         assert chain.records == tuple(link.certificate.record for link in links[:good])
     archive = archived(links)
     archive._kept[4] = b"nonsense"

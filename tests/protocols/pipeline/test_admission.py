@@ -14,7 +14,7 @@ A, B = Member("a"), Member("b")
 
 def admission(batches: int = 4) -> tuple[StepAdmission, list[tuple[str, int]]]:
     events: list[tuple[str, int]] = []
-    found = StepAdmission(batches, lambda: None, lambda kind, lease: events.append((kind, lease.number)))
+    found = StepAdmission(batches, lambda kind, lease: events.append((kind, lease.number)))
     found.open()
     return found, events
 
