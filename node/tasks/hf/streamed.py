@@ -125,16 +125,13 @@ class StreamedRows:
             note(f"{what}, and {window.batches * count:,} are due: some come twice")
         return data.rows.batch(seed, position - self._here[0].first, count)
 
-    def _begin(self, seed: int) -> None:
-        self._seed, self._epoch, self._here, self._next = seed, -1, None, None
-        if self._home:
-            shutil.rmtree(self._home, ignore_errors=True)
-        with foreign(f"no directory for the data set {self._data_set.name}"):
-            self._home = _new_home()
-
     def _window(self, seed: int, position: int) -> Window:
         if seed != self._seed:
-            self._begin(seed)
+            self._seed, self._epoch, self._here, self._next = seed, -1, None, None
+            if self._home:
+                shutil.rmtree(self._home, ignore_errors=True)
+            with foreign(f"no directory for the data set {self._data_set.name}"):
+                self._home = _new_home()
         if self._epoch < 0 or position < self._pass[0].first:
             self._epoch, self._pass = 0, windows(self._data_set.files, seed, 0, 0, *self._step)
         while position >= (end := self._pass[-1].first + self._pass[-1].batches):

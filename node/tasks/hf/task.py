@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -143,39 +142,34 @@ def stream(module: Any, tokenizer: Any, prompt: list[int], tokens: int, temperat
         ids = torch.tensor([[token]], device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class DataSource:
-    """A peer's own data. `files` is None for a data set on the hub; `tokenizer` is a digest, with the template."""
+def own_rows(
+    given: GivenData,
+    files: Selection | None,
+    make: Callable[..., PreparedData],
+    settings: HfSettings,
+    held_out: bytes,
+    seed: int,
+    step_batches: int,
+) -> tuple[Rows | StreamedRows, bytes]:
+    """The rows that a peer trains on, and its own held-out documents, as JSON lines. `make` is `prepare` of its model.
 
-    given: GivenData
-    files: Selection | None
-    encoder: Encoder
-    settings: HfSettings
-    tokenizer: str
-
-    def rows(self, held_out: bytes, seed: int, step_batches: int) -> tuple[Rows | StreamedRows, bytes]:
-        """The rows to train on, and this peer's own held-out documents, as JSON lines.
-
-        Of a data set on the hub there are none if the run has a sample: no window is opened then, because a peer that
-        resumes is not at the first one.
-        """
-        if self.files:
-            prepared = self._prepared(self.files.files, None, held_out or self.given.held_out())
-            counts = prepared.counts
-            self.given.tell([*self.files.lines(), *counts.lines(self.settings.context)])
-            state = DataState(len(self.files.files), self.files.size, counts.documents + counts.held_out, counts.digest)
-            self.given.keep(state, prepared.sample)
-            return prepared.rows, prepared.sample
-        assert self.given.place is not None
-        data_set = find_data_set(self.given.place, self.settings.format == "chat")
-        size = sum(each.size for each in data_set.files)
-        self.given.keep(DataState(len(data_set.files), size, 0, f"{data_set.name}@{data_set.commit} {size}"))
-        batch_tokens = self.settings.rows * self.settings.context
-        rows = StreamedRows(data_set, step_batches, batch_tokens, partial(self._prepared, held_out=held_out))
-        return rows, b"" if held_out else rows.open(seed).sample
-
-    def _prepared(self, files: Sequence[Path], home: Path | None, held_out: bytes) -> PreparedData:
-        return prepare(files, self.encoder, self.settings, self.tokenizer, held_out, home)
+    Without files the data are a data set on the hub. Of that there are no documents if the run has a sample
+    (`held_out`): no window is opened then, because a peer that resumes is not at the first one.
+    """
+    if files:
+        prepared = make(files.files, held_out=held_out or given.held_out())
+        counts = prepared.counts
+        given.tell([*files.lines(), *counts.lines(settings.context)])
+        state = DataState(len(files.files), files.size, counts.documents + counts.held_out, counts.digest)
+        given.keep(state, prepared.sample)
+        return prepared.rows, prepared.sample
+    assert given.place is not None
+    data_set = find_data_set(given.place, settings.format == "chat")
+    size = sum(each.size for each in data_set.files)
+    given.keep(DataState(len(data_set.files), size, 0, f"{data_set.name}@{data_set.commit} {size}"))
+    window = lambda files, home: make(files, held_out=held_out, home=home)  # noqa: E731
+    rows = StreamedRows(data_set, step_batches, settings.rows * settings.context, window)
+    return rows, b"" if held_out else rows.open(seed).sample
 
 
 def make_task(
@@ -200,8 +194,9 @@ def make_task(
         sample = read_sample(held_out)
     elif values.pins is None and machine.held_out not in ("", NO_HELD_OUT):
         sample = sample_of(Path(machine.held_out), settings)
-    source = DataSource(data, files, encoder, settings, loaded.pins.tokenizer + loaded.pins.template)
-    rows, own_sample = source.rows(sample, seed, step_batches)
+    digest = loaded.pins.tokenizer + loaded.pins.template
+    make = partial(prepare, encoder=encoder, settings=settings, tokenizer=digest)
+    rows, own_sample = own_rows(data, files, make, settings, sample, seed, step_batches)
     travels = values.pins is None and machine.held_out != NO_HELD_OUT and settings.format == "text"
     documents = list(parse_sample(sample or own_sample, settings))
     evaluated = rows_of(documents, encoder, settings)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pyarrow
@@ -22,7 +23,7 @@ from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, is_held_out, read_documents
 from node.tasks.hf.rows import MASKED, Rows, RowWriter, prepare, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError
-from node.tasks.hf.task import DataSource, check_data, guessed_format, parse_sample
+from node.tasks.hf.task import check_data, guessed_format, own_rows, parse_sample
 from tests.support.paths import REPOSITORY
 from tests.support.program import run
 from tests.support.refusals import one_line
@@ -241,8 +242,8 @@ def test_table_is_told_at_the_start_and_what_is_held_out_stays(
         if more:
             (data / "b.jsonl").write_text("".join(conversations(3 + more)))
         given_data = GivenData(data, tmp_path / "data.json", told)
-        source = DataSource(given_data, select(data), encode, settings, "t")
-        _, held = source.rows(b"", 1, 1)
+        make = partial(prepare, encoder=encode, settings=settings, tokenizer="t")
+        _, held = own_rows(given_data, select(data), make, settings, b"", 1, 1)
         lines = [line.removeprefix("note: ") for line in capsys.readouterr().err.splitlines()]
         if told:
             assert [line.split()[0] for line in lines[:6]] == [
