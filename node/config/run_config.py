@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from node.config.peer_config import FILE_KEYS as OF_THIS_MACHINE
 from node.config.task_tables import STRICT, GptTable, PacedTable
-from node.config.toml import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
+from node.config.toml import ConfigError, check_keys, one_line, read_toml, suggestion
 from node.tasks import name as names
 from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset, recipe_for
 from node.tasks.hf.settings import HfSettings
@@ -98,7 +98,7 @@ def _known_activations(name: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RunConfig:
-    """Everything that the peers of a run must share. Made by `load_run`, or from canonical bytes."""
+    """Everything that the peers of a run must share. Made by `load_run`, or from a manifest."""
 
     name: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)] = described(
         "Name of the run, shown to people.", "starling"
@@ -249,21 +249,6 @@ class RunConfig:
         if self.protocol not in protocols:
             name = ascii(self.protocol)[1:-1]
             raise ConfigError(f'unknown protocol "{name}": {suggestion(self.protocol, protocols)}', "protocol")
-
-    def to_canonical(self) -> bytes:
-        return canonical(self)
-
-    @classmethod
-    def from_canonical(cls, data: bytes) -> RunConfig:
-        """Read a configuration from its canonical bytes. Raises ConfigError if they are not canonical, or a value is
-        bad.
-        """
-        if len(data) > MAX_BYTES:
-            raise ConfigError(f"a configuration of {len(data)} bytes, more than {MAX_BYTES}")
-        config = _parse(data)
-        if config.to_canonical() != data:
-            raise ConfigError("the configuration is not in its canonical spelling")
-        return config
 
 
 _OF_TASKS = ("gpt", "paced", "hf", "options")

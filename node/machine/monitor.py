@@ -9,31 +9,23 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from node.machine.probes import Desktop, MachineProbes
 from node.machine.rules import WORK, MachinePolicy, MachineReadings, MachineRules, Wish
 from node.runtime.child_process import ChildProcess
+from node.streams.byte_quota import ByteQuota
 from protocols.base import Compute
 
 READ_SECONDS = 5.0
 METERED_SECONDS = 30.0
 
 
-class TrafficQuota(Protocol):
-    """A quota of bytes, such as `node.streams.byte_quota.ByteQuota`; `used_up` is set while it is exhausted."""
-
-    used_up: asyncio.Event
-
-    @property
-    def exhausted(self) -> bool: ...
-
-
 class MachineMonitor:
     """Applies the rules of this machine for as long as `run` runs, and calls `on_wish` when its wish changes."""
 
     def __init__(
-        self, rules: MachineRules, compute: Compute, on_wish: Callable[[Wish], None], quota: TrafficQuota | None = None
+        self, rules: MachineRules, compute: Compute, on_wish: Callable[[Wish], None], quota: ByteQuota | None = None
     ) -> None:
         self._rules, self._policy = rules, MachinePolicy(rules)
         self._compute, self._on_wish, self._quota = compute, on_wish, quota

@@ -62,10 +62,11 @@ class Subscription:
 
 
 class EventFeed:
-    """An `EventSink` that passes everything on to other sinks, keeps the latest events and serves subscribers."""
+    """Passes everything on to a sink, keeps the latest events, serves subscribers, and counts (`counters`)."""
 
-    def __init__(self, sinks: Iterable[EventSink], wall: Callable[[], float]) -> None:
-        self._sinks, self._wall = tuple(sinks), wall
+    def __init__(self, sink: EventSink, wall: Callable[[], float]) -> None:
+        self._sink, self._wall = sink, wall
+        self.counters = RunCounters()
         self._events: deque[FeedEvent] = deque(maxlen=MAX_EVENTS)
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=MAX_LINES)
         self._points: list[Mapping[str, Any]] = []
@@ -77,16 +78,16 @@ class EventFeed:
     # -- what the peer tells ------------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
-        for sink in self._sinks:
-            sink.say(line)
+        self._sink.say(line)
         data = {"time": self._wall(), "text": printable(line, 4096)}
         self._lines.append(data)
         self._publish("line", data)
 
     def report(self, report: RoundReport) -> None:
-        for sink in self._sinks:
-            sink.report(report)
-        self._add(point := round_point(report))
+        self._sink.report(report)
+        self.counters.add(report)
+        self._points.append(point := round_point(report))
+        self._thin()
         self._publish("round", point)
 
     def show_text(self, text: bytes) -> None:
@@ -139,10 +140,6 @@ class EventFeed:
         for subscription in self._subscriptions:
             subscription.put(event)
 
-    def _add(self, point: Mapping[str, Any]) -> None:
-        self._points.append(point)
-        self._thin()
-
     def _thin(self) -> None:
         """Keep the latest half of the rounds, and every second one before, until there are few enough."""
         while len(self._points) > MAX_POINTS:
@@ -187,7 +184,7 @@ class Histogram:
 
 
 class RunCounters:
-    """An `EventSink` that counts."""
+    """Counts over the rounds of this incarnation, for the metrics."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)  # the names end in their units
@@ -195,10 +192,7 @@ class RunCounters:
         self.round_seconds, self.average_seconds = Histogram(), Histogram()
         self.last: RoundReport | None = None
 
-    def say(self, line: str) -> None:
-        """Lines are not counted."""
-
-    def report(self, report: RoundReport) -> None:
+    def add(self, report: RoundReport) -> None:
         self.last = report
         self.rounds[report.outcome] += 1
         values = {

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from node.config.peer_config import PeerConfig
 from node.machine.probes import hottest_celsius
 from node.network.address_scope import Scope, scope
-from node.reporting.event_feed import EventFeed, RunCounters
+from node.reporting.event_feed import EventFeed
 from node.reporting.status import Status, join_command, narrow, not_direct, who_joins
 from node.runtime.metrics import CpuMeter
 from node.session.status_tracker import StatusTracker
 from node.ui.control import Command
-from protocols.base import Clock
 
 if TYPE_CHECKING:
     from node.network.libp2p import LibP2PTransport
@@ -26,22 +25,13 @@ CONTROLS = ("pause", "finish")
 
 
 class PageContent:
-    """`node.page.app.PageSources` of a running peer. `counters` is a sink of `feed`."""
+    """`node.page.app.PageSources` of a running peer."""
 
     def __init__(
-        self,
-        config: PeerConfig,
-        transport: LibP2PTransport,
-        *,
-        incarnation: int,
-        tracker: StatusTracker,
-        feed: EventFeed,
-        counters: RunCounters,
-        command: Command,
-        clock: Clock,
+        self, config: PeerConfig, tracker: StatusTracker, transport: LibP2PTransport, feed: EventFeed, command: Command
     ) -> None:
-        self.incarnation, self.feed, self.command = incarnation, feed, command
-        self._transport, self._tracker, self._counters, self._clock = transport, tracker, counters, clock
+        self.incarnation, self.feed, self.command = tracker.incarnation, feed, command
+        self._transport, self._tracker = transport, tracker
         self._announced = bool(config.announce) or all(scope(each) == Scope.MACHINE for each in config.listen)
         self._cpu = CpuMeter()
         self._version = next((each.version for each in metadata.distributions(name="starling")), "")
@@ -55,7 +45,7 @@ class PageContent:
         for (direction, kind), count in meter.totals().items():
             by_class.setdefault(str(kind), {})[str(direction)] = count
         return {
-            "time": self._clock.wall(),
+            "time": self._tracker.clock.wall(),
             "version": self._version,
             "bytes_per_second": speeds,  # by direction, over the last seconds
             "network_bytes": by_class,  # by class of traffic and direction, since the peer started
@@ -73,7 +63,7 @@ class PageContent:
         totals = transport.traffic.meter.totals()
         return metrics_text(
             status,
-            self._counters,
+            self.feed.counters,
             info={"version": self._version, "protocol": status.protocol, "peer": status.peer, "name": status.run},
             network_bytes={(str(direction), str(kind)): count for (direction, kind), count in totals.items()},
             refused={"streams": sum(transport.refused.values()), **self._tracker.refused()},

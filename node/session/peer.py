@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -30,8 +30,8 @@ from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
-Entered: TypeAlias = tuple[RemoteTrainer, AbstractAsyncContextManager[PeerSession]]
-"""This peer's worker, and its session in the run, to be opened."""
+Entered: TypeAlias = tuple[Manifest, RunInfo, resume.RestartPoint, RemoteTrainer, StageEntrance | None]
+"""The run, what joiners get of it, from where this peer starts, its worker, and its stage if there are stages."""
 
 
 class Peer:
@@ -119,8 +119,19 @@ class Peer:
             run = await self._find_run()
             if run and (line := selector.is_over(self._state, run)):
                 return self._end(line)
-            worker, opening = await (self._join_run(run, stack) if run else self._start_run(stack))
-            async with opening as session:
+            entered = await (self._join_run(run, stack) if run else self._start_run(stack))
+            manifest, info, start, worker, entrance = entered
+            async with open_session(
+                processes,
+                manifest=manifest,
+                info=info,
+                start=start,
+                worker=worker,
+                entrance=entrance,
+                unanswered=selector.given(processes.bootstrap) if selector.alone else (),
+                on_fatal=self._fail,
+                is_leaving=lambda: self._finishing,
+            ) as session:
                 self._session = session
                 await session.run()
             if worker.restarts:
@@ -164,7 +175,7 @@ class Peer:
         except (WorkerError, ManifestError, ConfigError):  # this machine cannot train it
             await processes.disk.run(state.withdraw, 0)
             raise
-        return worker, self._open_session(manifest, run, start, worker, entrance)
+        return manifest, run, start, worker, entrance
 
     async def _start_run(self, stack: AsyncExitStack) -> Entered:
         """Start a run. This peer draws the initial state, which all others download or, with stages, draw as well."""
@@ -194,7 +205,7 @@ class Peer:
         processes.limits.enter_run(manifest, 0, founding=True)
         self._announce_run(manifest)
         start = await self._load_restart_point(manifest, entrance)
-        return worker, self._open_session(manifest, run, start, worker, entrance)
+        return manifest, run, start, worker, entrance
 
     async def _enter_stage(self, manifest: Manifest, founding: bool = False) -> StageEntrance | None:
         """Find this peer's stage, in its directory or by asking another peer; None in a run without stages."""
@@ -248,23 +259,3 @@ class Peer:
         if own and (line := start.waiting_reason(me, manifest.config.fork_peers)):
             self._say(line)
         return start
-
-    def _open_session(
-        self,
-        manifest: Manifest,
-        run: RunInfo,
-        start: resume.RestartPoint,
-        worker: RemoteTrainer,
-        entrance: StageEntrance | None,
-    ) -> AbstractAsyncContextManager[PeerSession]:
-        return open_session(
-            self._processes,
-            manifest=manifest,
-            info=run,
-            start=start,
-            worker=worker,
-            entrance=entrance,
-            unanswered=self._selector.given(self._processes.bootstrap) if self._selector.alone else (),
-            on_fatal=self._fail,
-            is_leaving=lambda: self._finishing,
-        )

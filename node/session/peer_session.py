@@ -9,19 +9,22 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from node.outer.outer_loop import OuterLoop
+from node.reporting.event_feed import EventFeed
 from node.reporting.report import RoundReport
-from node.reporting.status import EventSink
 from node.session.status_tracker import StatusTracker
 from node.storage.statedir import StateDir
-from node.training.process import WorkerError
+from node.training.remote import RemoteTrainer, WorkerError
 from protocols.aio import task_group
 from protocols.base import Compute, Outcome
 from protocols.sync.service import SyncServiceBase
+
+if TYPE_CHECKING:  # only runs with stages load its code
+    from node.session.pipeline_session import PipelineSession
 
 log = logging.getLogger(__name__)
 
@@ -49,44 +52,6 @@ MIN_ROUNDS, MIN_ROUNDS_OUTSIDE = 2, 10
 without being counted until it is admitted to the roster, which may take several short rounds."""
 
 
-class SessionTrainer(Protocol):
-    """Evaluates the outer parameters and generates text; `threads` is the number of threads that it computes with."""
-
-    @property
-    def sample_prompt(self) -> bytes: ...
-
-    @property
-    def threads(self) -> int: ...
-
-    async def evaluate(self) -> float: ...
-
-    async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes: ...
-
-
-class Pipeline(Protocol):
-    """What a session asks of the trainer in a run with stages."""
-
-    def annotate(self, report: RoundReport) -> RoundReport:
-        """Add to a report what only the pipeline knows."""
-
-    def is_run_over(self) -> bool:
-        """Whether no other stage needs this peer any more, once its own rounds are over."""
-
-    def waiting_reason(self) -> str:
-        """Name the stages without a live peer, as shown to the user; empty if there are none."""
-
-    def announce_decided(self) -> None:
-        """Tell the other stages that a round has ended, before its evaluation."""
-
-
-class SessionView(EventSink, Protocol):
-    """Shows messages, reports and, now and then, a text that the model generates."""
-
-    def text_is_due(self) -> bool: ...
-
-    def show_text(self, text: bytes) -> None: ...
-
-
 class PeerSession:
     """Runs rounds until the run is over, this peer has done its number of them, or its user asks it to leave.
 
@@ -98,17 +63,17 @@ class PeerSession:
         outer_loop: OuterLoop,
         sync: SyncServiceBase[Any],
         *,
-        trainer: SessionTrainer,
+        trainer: RemoteTrainer | PipelineSession,
         membership: Membership,
         state: StateDir,
         disk: Compute,
         status_tracker: StatusTracker,
-        view: SessionView,
+        view: EventFeed,
         on_report: Callable[[RoundReport], None],
         run_rounds: int,
         rounds: int | None = None,
         wait_for_peers: int = 1,
-        pipeline: Pipeline | None = None,
+        pipeline: PipelineSession | None = None,
     ) -> None:
         """`run_rounds` is the length of the run, `rounds` this peer's number of them; None: all.
 
@@ -132,7 +97,6 @@ class PeerSession:
         self._outer_loop.leave()
 
     async def run(self) -> None:
-        """Run the whole session; returns when it is over."""
         self._sync.complain_to(self._view.say)
         async with task_group() as group:
             helpers = [
@@ -147,7 +111,9 @@ class PeerSession:
                 if main.cancelled():
                     raise RuntimeError("the rounds were cancelled, and this peer was not asked to leave")
                 await self._linger()
-                await self._say_goodbye()
+                self._membership.goodbye()
+                if any(each.live for each in self._membership.contacts()):
+                    await asyncio.sleep(GOODBYE_SECONDS)
             for each in (*helpers, watch):
                 each.cancel()
 
@@ -193,37 +159,22 @@ class PeerSession:
                     loop.leave()
         if self._over() or 4 * len(loop.anchor) <= KEEP_BYTES:
             await loop.keep()
-        if self._over() and not self._leave.is_set() and self._stage == 0:
-            await self._sample()
+        wants_text = self._over() and not self._leave.is_set() and self._stage == 0
+        if wants_text and (text := await self._generate(SAMPLE_BYTES)):
+            await self._disk.run(partial(self._state.keep_text, text), 0)
         if self._over():
             await self._disk.run(self._state.forget, 0)
         self._status_tracker.set_state("finished", "the run is over" if self._over() else "")
 
-    async def _sample(self) -> None:
-        """Save a text that the model generates at the end of the run, if it can generate text."""
-        try:
-            text = await self._generate(SAMPLE_BYTES)
-        except (WorkerError, TimeoutError) as error:
-            log.info("no sample: %s", str(error) or type(error).__name__)
-        else:
-            await self._disk.run(partial(self._state.keep_text, text), 0)
-
-    async def _show_text(self) -> None:
-        """Let the model write a short text, if the page is open and the latest text is old."""
-        if self._stage or not self._view.text_is_due():
-            return
-        try:
-            text = await self._generate(SHOWN_BYTES)
-        except (WorkerError, TimeoutError) as error:
-            log.info("no text for the page: %s", str(error) or type(error).__name__)
-        else:
-            self._view.show_text(text)
-
-    async def _generate(self, size: int) -> bytes:
-        """A text of about this many bytes, and the prompt before it."""
+    async def _generate(self, size: int) -> bytes | None:
+        """A text of about this many bytes, and the prompt before it; None if the model cannot write one now."""
         prompt = self._trainer.sample_prompt
         tokens = size if prompt else size // _BYTES_PER_TOKEN
-        return prompt + await self._trainer.generate(prompt, tokens, SAMPLE_TEMPERATURE)
+        try:
+            return prompt + await self._trainer.generate(prompt, tokens, SAMPLE_TEMPERATURE)
+        except (WorkerError, TimeoutError) as error:
+            log.info("no text: %s", str(error) or type(error).__name__)
+            return None
 
     async def _wait_for_others(self) -> None:
         members, wanted = self._membership, self._wait_for_peers
@@ -245,7 +196,8 @@ class PeerSession:
         if report.params_hash != self._evaluated and not self._outer_loop.activity.pauses:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
-            await self._show_text()
+            if not self._stage and self._view.text_is_due() and (text := await self._generate(SHOWN_BYTES)):
+                self._view.show_text(text)
         report = replace(report, threads=self._trainer.threads, **asdict(self._status_tracker.vitals()))
         self._on_report(self._pipeline.annotate(report) if self._pipeline else report)
         if not self._over():
@@ -293,13 +245,6 @@ class PeerSession:
             if not any(self._needs_this(each) for each in live) or loop.time() >= until:
                 return
             await asyncio.sleep(0.1)
-
-    async def _say_goodbye(self) -> None:
-        """Tell the others that this peer leaves in good order, and wait until they have probably heard it."""
-        members = self._membership
-        members.goodbye()
-        if any(each.live for each in members.contacts()):
-            await asyncio.sleep(GOODBYE_SECONDS)
 
     def _needs_this(self, peer: PeerRecord) -> bool:
         if peer.stage != self._stage:

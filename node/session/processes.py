@@ -14,7 +14,7 @@ from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.network.libp2p import LibP2PTransport
 from node.page.server import PageServer
-from node.reporting.event_feed import EventFeed, RunCounters
+from node.reporting.event_feed import EventFeed
 from node.reporting.status import EventSink
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
@@ -45,8 +45,7 @@ class PeerProcesses:
         self.files = ThreadCompute()
         self.limits = TrafficLimits(config, self.clock.wall, state.path, self.files)
         self.tracker = StatusTracker(config.nickname, self.me, self.limits, self.clock)
-        self._terminal, self._counters = view, RunCounters()
-        self.view = EventFeed((view, self._counters), self.clock.wall)
+        self._terminal, self.view = view, EventFeed(view, self.clock.wall)
 
     @asynccontextmanager
     async def running(self, judge: Callable[[RunInfo], None], on_asked: Callable[..., None]) -> AsyncIterator[None]:
@@ -94,21 +93,11 @@ class PeerProcesses:
         return BootstrapClient(transport.connect, ask, judge, self.view.say, read, dialled_directly())
 
     def _page(self, command: Command) -> PageServer:
-        config, state = self.config, self.state
-        content = PageContent(
-            config,
-            self.transport,
-            incarnation=state.incarnation,
-            tracker=self.tracker,
-            feed=self.view,
-            counters=self._counters,
-            command=command,
-            clock=self.clock,
-        )
+        config = self.config
         return PageServer(
-            content,
+            PageContent(config, self.tracker, self.transport, self.view, command),
             self._terminal.say,  # the link holds the token: it must not get into the page itself, nor into a log
-            state_dir=state.path,
+            state_dir=self.state.path,
             port=config.page_port,
             hosts=config.page_hosts,
             show_token=sys.stderr.isatty(),

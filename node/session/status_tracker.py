@@ -57,13 +57,8 @@ class StatusTracker:
 
     def __init__(self, nickname: str, me: Member, limits: TrafficLimits, clock: Clock) -> None:
         self.state, self.reason = "starting", "its processes come up"
-        self.nickname, self.peer, self._incarnation, self._limits, self._clock = (
-            nickname,
-            me.peer,
-            me.incarnation,
-            limits,
-            clock,
-        )
+        self.nickname, self.peer, self.incarnation = nickname, me.peer, me.incarnation
+        self._limits, self.clock = limits, clock
         self.lag = LoopLag()
         self._manifest: Manifest | None = None
         self._run_id = ""
@@ -237,14 +232,14 @@ class StatusTracker:
             loop_lag_p99_seconds=self.lag.peek(),
             eta_seconds=None if expected is None else max(0.0, expected * (rounds - round_number)),
             pid=os.getpid(),
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             syncing=SyncStatus(**asdict(progress)) if progress else None,
             task=config.consent_task if config else "",
             protocol=config.protocol if config else "",
             spread=self._spread,
             spread_limit=self._spread_limit,
             clock=self._membership.host_monitor.clock if session else "",
-            checkpoint_age_seconds=self._checkpoints.age_seconds(self._clock.wall()) if session else None,
+            checkpoint_age_seconds=self._checkpoints.age_seconds(self.clock.wall()) if session else None,
             stage=self.stage or 0,
             stages=config.stages if config and self.stage is not None else 1,
             round_seconds=asyncio.get_running_loop().time() - self._ends[-1] if self._ends else float("nan"),

@@ -16,10 +16,19 @@ from typing import Any
 from node.page.keys import page_link
 from node.page.prometheus import metrics_text
 from node.page.server import PageServer
-from node.reporting.event_feed import EventFeed, RunCounters
+from node.reporting.event_feed import EventFeed
+from node.reporting.report import RoundReport
 from node.reporting.status import Status
 from node.session.page_content import CONTROLS, of_status
 from tests.support.status_examples import STATUS
+
+
+class Sink:
+    """A terminal that shows nothing."""
+
+    def say(self, line: str) -> None: ...
+
+    def report(self, report: RoundReport) -> None: ...
 
 
 @dataclass
@@ -31,7 +40,6 @@ class ScriptedPage:
     status: Status = STATUS
     said: list[str] = field(default_factory=list)
     asked: list[Mapping[str, Any]] = field(default_factory=list)
-    counters: RunCounters = field(default_factory=RunCounters)
     extras: dict[str, Any] = field(
         default_factory=lambda: {
             "time": 1_700_000_000.0,
@@ -47,7 +55,7 @@ class ScriptedPage:
     time: float = 1_700_000_000.0
 
     def __post_init__(self) -> None:
-        self.feed = EventFeed((self.counters,), lambda: self.time)
+        self.feed = EventFeed(Sink(), lambda: self.time)
 
     def show(self, **changes: Any) -> None:
         """Change fields of the status."""
@@ -78,7 +86,7 @@ class ScriptedPage:
     def metrics(self) -> bytes:
         return metrics_text(
             self.status,
-            self.counters,
+            self.feed.counters,
             info={"version": "1.0"},
             network_bytes={("upload", "round"): 7},
             refused={"streams": 3},

@@ -167,7 +167,7 @@ async def test_page_that_cannot_start_ends_no_peer(tmp_path: Path) -> None:
 async def test_commands_and_metrics_need_the_token(tmp_path: Path) -> None:
     page = ScriptedPage(tmp_path)
     page.show(nickname=HOSTILE, run=HOSTILE)
-    page.counters.report(REPORT)
+    page.feed.counters.add(REPORT)
     async with page.serving():
         json_type, wish = "Content-Type: application/json", b'{"do": "finish"}'
         key = await page.authorization()

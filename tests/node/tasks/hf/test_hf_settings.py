@@ -14,8 +14,8 @@ from node.cli.app import main
 from node.config.derived import worker_spec
 from node.config.manifest import Manifest, ManifestError
 from node.config.peer_sources import load_peer
-from node.config.run_config import RunConfig, load_run
-from node.config.toml import ConfigError
+from node.config.run_config import RunConfig, _parse, load_run
+from node.config.toml import ConfigError, canonical
 from node.joining.run_selector import require_consent
 from node.tasks.hf.memory import PROCESS_BYTES, MemoryNeed, TrainingPlan, advice, memory_need
 from node.tasks.hf.model import load_module, loss_of
@@ -49,7 +49,7 @@ def test_run_has_settings_of_its_own() -> None:
         "",
         "hf",
     )
-    assert RunConfig.from_canonical(config.to_canonical()) == config
+    assert _parse(canonical(config)) == config
     assert run(lora_targets=["q_proj"]).hf == HfSettings(lora_targets=("q_proj",))
 
 
