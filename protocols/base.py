@@ -128,16 +128,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerFault:
-    """A peer that was excluded or clamped, and the reason in one line."""
-
     peer: PeerId
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """How much of one peer's pseudo-gradient or state the mean holds."""
-
     chunks_counted: int
     chunks: int  # of a whole vector; both are 1 for a protocol that counts whole vectors
     # Protocols that send states name the messages that were counted, in at most 128 characters each. A name is never
@@ -368,9 +364,8 @@ class Averager(Protocol):
     me: Member
 
     def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[AveragingSession]:
-        """Take part in the round that extends `head`. Other peers may call the round as soon as this is entered.
-
-        A peer outside the roster asks for admission and learns what the roster decides, but does not vote.
+        """Take part in the round that extends `head`. Other peers may call the round as soon as this is entered. A
+        peer outside the roster asks for admission and learns what the roster decides, but does not vote.
         """
 
 
@@ -411,9 +406,8 @@ class ClosingSession(IndependentSession, Protocol):
 
 
 class IndependentAverager(Protocol):
-    """How peers with independent state bring their states near each other.
-
-    The head passed to `enter` has this peer's own round number, and as lineage the root of its own last state.
+    """How peers with independent state bring their states near each other. The head passed to `enter` has this peer's
+    own round number, and as lineage the root of its own last state.
     """
 
     me: Member
@@ -424,7 +418,7 @@ class IndependentAverager(Protocol):
 
 @runtime_checkable
 class ClosingAverager(IndependentAverager, Protocol):
-    """An averager that ends a run with closing exchanges. Classes set `closes = True`."""
+    """An averager that ends a run with closing exchanges."""
 
     closes: bool
 
@@ -458,6 +452,6 @@ class Trainer(Protocol):
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the local parameters and reset the progress. The inner optimiser keeps its state.
 
-        The pseudo-gradient is measured from `anchor`, by default `source`. A peer that keeps work which no round has
-        counted (`tokens` of them) passes the new anchor minus that work as `source`.
+        The pseudo-gradient is measured from `anchor`, by default `source`. A peer that keeps work of `tokens` that no
+        round has counted passes the new anchor minus that work as `source`.
         """

@@ -140,7 +140,6 @@ def _specs(kind: type) -> tuple[tuple[str, Spec], ...]:
 
 
 def described(kind: type) -> dict[str, str]:
-    """Each field of a dataclass of specs -> its valid values."""
     return {name: spec.what for name, spec in _specs(kind)}
 
 
@@ -305,7 +304,6 @@ def canonical_bytes(value: object) -> bytes:
 
 
 def from_canonical_bytes(kind: type[HeaderType], data: bytes) -> HeaderType:
-    """Decode the bytes that `canonical_bytes` made of a dataclass of this kind; raises `BadPayload` for others."""
     value: HeaderType = _unpack_fields(kind, _unpack(data))
     return value
 

@@ -100,13 +100,11 @@ class AllReduce:
             self._notifier.notify()
 
     def lose(self, peer: PeerId, why: str) -> None:
-        """Wait for nothing more from a peer."""
         self._lost.setdefault(peer, why)
         for reducer in self._reducers.values():
             reducer.lose(peer, why)
 
     def take_silent(self) -> list[PeerId]:
-        """Return the peers that did not answer in time, each once."""
         silent, self._silent = self._silent, []
         return silent
 
@@ -189,7 +187,6 @@ class AllReduce:
             yield stream
 
     def adopt(self, part: int, held: ReducedPart) -> None:
-        """Take a part that came in another way than through this data phase."""
         self.restarted.add(part)
         self.take(part, held)
 

@@ -25,7 +25,6 @@ from protocols.vectors.views import VectorView
 
 
 def chunk_digest(mask: int, data: Buffer) -> bytes:
-    """Digest of one reduced chunk, with the bit mask of its contributors."""
     hasher = blake3(mask.to_bytes(4, "little"))
     hasher.update(data)
     return hasher.digest()
@@ -124,8 +123,6 @@ class PartFormat:
 
 @dataclass(frozen=True, slots=True)
 class DataPhase:
-    """One member's data phase, as its contributing and its reducing side need it."""
-
     key: RoundKey
     resolved: ResolvedPlan
     me: PeerId

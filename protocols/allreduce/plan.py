@@ -1,7 +1,6 @@
 """The plan of a round: when it is called, weights, clip factors, part shares, and what makes a plan valid. Pure.
 
-All of this is a function of what members declared. So each receiver of a plan computes the same, and no coordinator can
-favour a member.
+All follows from what members declared: each receiver computes the same, and no coordinator can favour a member.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ SCATTER_SHARE = 0.6  # share of the budget after which a contribution that is st
 
 
 def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
-    """When to call the round, in seconds since it began, given when some of the members were complete.
-
-    The time may be in the past, and is 0 if all are complete; None while too few are.
+    """When to call the round, in seconds since it began, given when some of the members were complete. None: not yet.
+    The time may be in the past.
     """
     done = sorted(complete_seconds)
     if len(done) == members:

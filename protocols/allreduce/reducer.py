@@ -190,7 +190,6 @@ class Reducer:
         return taken, refused
 
     def _average(self, taken: Sequence[tuple[int, Vector, float]], into: Vector) -> None:
-        """Average contributions, as `_decoded` returns them. Bits of the mean do not depend on the estimates."""
         resolved, members, rows = self.task.resolved, [order for order, _, _ in taken], [row for _, row, _ in taken]
         factors = [resolved.factors[order] for order in members]
         norms = [size * factor for (_, _, size), factor in zip(taken, factors, strict=True)]

@@ -147,7 +147,6 @@ class Ring:
             await send_vector(out, unfinished, current_round.into, current_round.host.compute)
 
     async def _receive(self, stream: Stream, step: int) -> None:
-        """Receive a part. In the first half, average it with this member's elements; in the second, decode it."""
         current_round, index = self._current_round, (self._current_round.place - step - 1) % self._count
         hop = wire.expect(await stream.receive(_HOP_LIMIT), Hop)
         if (hop.step, hop.part) != (step, index):

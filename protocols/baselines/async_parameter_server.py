@@ -139,7 +139,6 @@ class AsyncParameterServer:
         self._notifier.notify()
 
     async def serve_from(self, start: Vector) -> DelayedNesterov:
-        """Become the server with a copy of these parameters, unless this peer is the server already."""
         if not self._served:
             copied = await self.host.compute.run(start.clone, 8 * len(start))
             self._served = self._served or DelayedNesterov(copied, self._momentum)

@@ -116,7 +116,6 @@ class SynchronousRound:
             yield stream
 
     def why_refused(self, hello: JoinRound) -> str:
-        """Why this round cannot serve a stream; empty if it can."""
         if hello.members != self.digest:
             return "sees other members in this round"
         if (hello.codec, hello.elements) != (self.codec.name, self.mine.size):
@@ -131,7 +130,6 @@ class SynchronousRound:
     # -- the mean, which grows in `into` ------------------------------------------------------------------------------
 
     def start_mean(self, part: ReducedPart) -> None:
-        """Copy this member's elements of a part to `into`: the mean so far."""
         for _, low, high, (scratch,) in part.pieces(1):
             self.into.write(low, self.mine.read(low, high, scratch))
 
@@ -169,7 +167,6 @@ class SynchronousRound:
     # -- its end ------------------------------------------------------------------------------------------------------
 
     def missing(self) -> tuple[PeerId, ...]:
-        """The members that have opened no stream to this peer yet."""
         return tuple(peer for peer in self.peers if peer not in self.arrived and peer != self.host.me)
 
     @property
@@ -203,5 +200,4 @@ class SynchronousRound:
             raise RoundAborted(self.why)
 
     async def aborted(self) -> None:
-        """Wait until the round is aborted or its deadline has passed, then raise as `until` does."""
         await self.until(lambda: False)

@@ -135,7 +135,6 @@ class SynchronousSession(SessionBase):
     # -- the round ----------------------------------------------------------------------------------------------------
 
     def why_refused(self, peer: PeerId, hello: JoinRound) -> str:
-        """Why this peer, which has come to average, cannot serve a stream; empty if it can."""
         if self.current_round is None or hello.round != self.head.key.round:
             return "has left that round"
         if hello.members == self.current_round.digest and peer not in self.current_round.peers:
@@ -200,7 +199,6 @@ class SynchronousSession(SessionBase):
             self.cut.set()
 
     def end(self) -> None:
-        """Leave the round, which is aborted unless it is complete."""
         self.ended = True
         if self.current_round:
             self.current_round.abort("this peer has left the round")
@@ -211,7 +209,6 @@ class SynchronousSession(SessionBase):
 
 
 def data_parallel(host: Host, settings: Settings) -> SynchronousAverager:
-    """Synchronous data-parallel training: an all-reduce among all live peers."""
     return SynchronousAverager(host, settings, "starling/data-parallel/1", ScatterReduce)
 
 

@@ -35,8 +35,6 @@ MEMORY_ROUNDS = 4  # rounds whose parts wait in memory, at most, for a disk that
 
 
 class Butterfly:
-    """The butterfly averager (`protocols.base.Averager`)."""
-
     def __init__(
         self,
         host: Host,
@@ -104,7 +102,6 @@ class Butterfly:
                 self.part_cache.decided(lineage, {part.digest for part in record.parts})
 
     def _vote_after(self, head: Head) -> RoundVote:
-        """This peer's vote on the record that extends a head: the one of an earlier attempt, or a new one."""
         lineage = head.key.lineage
         if lineage not in self._votes:
             self._votes[lineage] = RoundVote(
@@ -126,7 +123,6 @@ class Butterfly:
             self._round.supersede()
 
     def _forget(self, key: RoundKey) -> None:
-        """Drop all but the last rounds' votes and parts, and all but the previous round."""
         oldest = key.round - self.settings.keep_rounds
         for lineage, each in list(self._votes.items()):
             if each.head.key.round < oldest:

@@ -244,7 +244,6 @@ class RoundStart:
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
 
     async def due(self) -> bool:
-        """Wait for the moment of the call; False if the round ends first."""
         while loop_time() < self._deadline:
             after = self._call_after()
             due = self._deadline if after is None else self._began + after
@@ -254,7 +253,6 @@ class RoundStart:
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
-        """Members that work and have not announced that their inner steps are complete."""
         return tuple(peer for peer in self._working() if peer not in self._complete_seconds)
 
     def all_rest(self) -> bool:
@@ -290,7 +288,6 @@ class RoundStart:
         return len(peers) > 1 and leaving.issuperset(peers) and any(map(self.has_work, peers))
 
     def leaving(self) -> frozenset[PeerId]:
-        """Members that leave after the round, by their offers or by those in the plan."""
         called = self.resolved.plan.offers if self.resolved else ()
         return frozenset(offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving)
 

@@ -85,7 +85,6 @@ class RoundCoordinator:
     # -- what is lost -------------------------------------------------------------------------------------------------
 
     def _lost(self, resolved: ResolvedPlan, exchange: AllReduce | None, now: float) -> list[int]:
-        """Parts that are missing here and whose reducer is gone, has failed or is overdue."""
         if exchange is None:
             return []
         live = self._round.live_peers()
@@ -141,7 +140,6 @@ class RoundCoordinator:
         return held
 
     def _suspects(self, ballot: int) -> list[PeerId]:
-        """Coordinators of earlier ballots that have not answered in this one for longer than a ballot may take."""
         earlier = dict.fromkeys(self._vote.tally.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
         return self._vote.silent(peer for peer in earlier if peer != self._me.peer)
 

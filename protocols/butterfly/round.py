@@ -49,8 +49,6 @@ WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
 
 
 class Round:
-    """One attempt at a round (`protocols.base.AveragingSession`)."""
-
     def __init__(
         self,
         *,
@@ -190,7 +188,6 @@ class Round:
         return exchange
 
     def _on_exchange(self, part: ReducedPart | None) -> None:
-        """Take a part of the present plan that came in; None if a reducer failed."""
         exchange, vote = self.exchange, self.vote
         assert exchange is not None
         if part:
@@ -200,7 +197,6 @@ class Round:
             vote.suspect(peer)
 
     def _keep(self, part: ReducedPart, done: wire.PartDone | None = None) -> None:
-        """Keep a part for the vote and for other members; `done` if it is of the present plan."""
         assert part.result is not None
         self._part_cache.put(self.head.key.lineage, part)
         self.vote.report_part(part.result.digest, done)
@@ -242,7 +238,6 @@ class Round:
                 vote.wanted = missing
 
     async def _obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
-        """Get a part of a record from memory or from its holders, and keep it. None if that fails."""
         part = record.parts[index]
         await self._await_own_part(record, index)
         held = self._part_cache.get(part.digest)
@@ -326,7 +321,6 @@ class Round:
         return self._decided(certificate, record)
 
     async def _decode(self, parts: Sequence[ReducedPart], into: VectorView) -> bool:
-        """Decode the parts that the last data phase did not decode; False if one does not decode."""
         exchange = self.exchange
         for index, held in enumerate(parts):
             if exchange and exchange.parts.get(index) is held and index not in exchange.restarted:
@@ -413,7 +407,6 @@ class Round:
         self.vote.gone(peer)
 
     def take(self, peer: PeerId, message: Header) -> None:
-        """Take a control message for this round. Raises BadPayload if it breaks a rule."""
         self.vote.hear(peer)
         match message:
             case wire.Ready(_, offer):
@@ -463,11 +456,9 @@ class Round:
     # -- its state ----------------------------------------------------------------------------------------------------
 
     def over(self) -> bool:
-        """Whether the round is decided, or a better branch replaces it."""
         return self._superseded or self.vote.certificate is not None
 
     def exchange_of(self, plan: bytes) -> AllReduce | None:
-        """This member's data phase, if it belongs to the plan with this digest; else None."""
         exchange = self.exchange
         return exchange if exchange and exchange.task.resolved.digest == plan else None
 

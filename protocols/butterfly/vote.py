@@ -130,7 +130,6 @@ class RoundVote:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def begin_attempt(self, head: Head, changed: Notifier) -> None:
-        """Note that an attempt at the round begins. `start` follows if it takes part in the vote."""
         self.head, self.changed, self._fork = head, changed, ()
 
     def start(self) -> None:
@@ -208,7 +207,6 @@ class RoundVote:
         self._moved = loop_time() if at is None else at
 
     def progress(self) -> None:
-        """Begin the present ballot's time, because the round is called or should be."""
         self._act(self.paxos.progress())
 
     def gone(self, peer: PeerId) -> None:
@@ -220,16 +218,13 @@ class RoundVote:
             self._act(self.paxos.timeout(self.paxos.ballot))
 
     def propose(self, ballot: int, record: Record) -> None:
-        """Propose a record, as the coordinator of a ballot, which leaves no further choice in it."""
         self.leading = None
         self._act(self.paxos.chosen(ballot, records.encode(record)))
 
     def report_parts(self, plan: bytes, digests: Collection[bytes]) -> None:
-        """Report which parts this member holds when the data phase of a plan begins."""
         self._act(self.paxos.report_parts(plan, (), digests))
 
     def report_part(self, digest: bytes, done: PartDone | None = None) -> None:
-        """Report one more part: `done` as its reducer signed it, if it is of the present plan."""
         self._act(self.paxos.report_part(digest, done))
 
     # -- instructions -------------------------------------------------------------------------------------------------
@@ -273,7 +268,6 @@ class RoundVote:
             self._check_timer(ballot, factor)
 
     def _check_timer(self, ballot: int, factor: int) -> None:
-        """End a ballot whose time is over; otherwise check again when it should be."""
         due = self._moved + factor * LENIENCE * self.patience_seconds
         if loop_time() < due:
             self._timer = asyncio.get_running_loop().call_at(due, self._check_timer, ballot, factor)
@@ -297,7 +291,6 @@ class RoundVote:
             self._act(self.paxos.fork(record))
 
     def _survivors(self, live: set[Member]) -> tuple[Member, ...]:
-        """The live members of the roster; none if they are a majority."""
         here = tuple(sorted(member for member in self.tally.roster if member in live))
         return here if len(here) < self.tally.quorum else ()
 

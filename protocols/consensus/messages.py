@@ -55,8 +55,6 @@ class BallotNack(VoteMessage):
 
 @dataclass(frozen=True, slots=True)
 class Propose(VoteMessage):
-    """The only record that the coordinator proposes in this ballot, encoded."""
-
     record: bytes = blob(MAX_RECORD_BYTES)
 
 

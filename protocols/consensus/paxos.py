@@ -136,8 +136,8 @@ class PaxosInstance:
     def fork(self, data: bytes) -> list[Instruction]:
         """Seek agreement on an encoded FORK, whose roster is all members within reach; stop if `data` is empty.
 
-        If a member of the fork has accepted a record, the state, plan and parts of that record replace those given.
-        Raises ValueError if this member may not take part in such a FORK.
+        The state, plan and parts of a record that a member of the fork has accepted replace those given. Raises
+        ValueError if this member may not take part in such a FORK.
         """
         value = self.tally.value(0, data) if data else None
         if data and (value is None or not value.is_fork or self.me not in value.record.roster):

@@ -1,6 +1,5 @@
-"""The coordinator's side of the vote (`protocols.consensus.paxos`): ballots, promises, proposals. Pure.
-
-A coordinator sends its messages to itself, too, as to any member. So it is bound by the same rules as the others.
+"""The coordinator's side of the vote (`protocols.consensus.paxos`): ballots, promises, proposals. Pure. A coordinator
+sends its messages to itself, too, and is bound by the same rules as any member.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class BallotState:
         return message.ballot < self.promised or not self.tally.owns(message.ballot, owner)
 
     def reach(self, ballot: int) -> None:
-        """Move to a ballot if it is higher than the present one."""
         if ballot > self.ballot:
             self.ballot = ballot
             self.arm()
@@ -81,8 +79,6 @@ class _BallotAttempt:
 
 
 class Proposer:
-    """The ballots that one member coordinates, and its part in a fork."""
-
     def __init__(self, state: BallotState) -> None:
         self._ballot_state, self._tally = state, state.tally
         self._attempt = _BallotAttempt(0, free=True) if state.leads(0) else None

@@ -20,8 +20,6 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record(Header):
-    """What a round decided."""
-
     parent: bytes = digest()
     state_root: bytes = digest()  # of the outer state that the parent led to
     round: int = uint(1 << 40)
@@ -70,7 +68,6 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """Decode a record; raises BadPayload if it is not one in canonical form."""
     record: Record = from_canonical_bytes(Record, data)
     if encode(record) != data:
         raise BadPayload("a record that is not in canonical form")

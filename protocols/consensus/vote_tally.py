@@ -86,7 +86,6 @@ class VoteTally:
         return member in self.roster
 
     def is_successor(self, member: Member) -> bool:
-        """Whether this is a later incarnation of a member of the roster."""
         return self._incarnations.get(member.peer, OBSERVER) < member.incarnation < OBSERVER
 
     def was_member(self, member: Member) -> bool:
@@ -95,7 +94,6 @@ class VoteTally:
         return member.peer not in self._incarnations and bool(known) and min(known) <= member.incarnation < OBSERVER
 
     def forks_only(self, member: Member) -> bool:
-        """Whether this member has no vote but may FORK with others like it: a successor or a former member."""
         return self.is_successor(member) or self.was_member(member)
 
     def coordinator(self, ballot: int) -> PeerId:

@@ -108,14 +108,12 @@ class Chain:
         return None if own is None else self._shared + own
 
     def _read(self, place: int, count: int) -> list[DecidedRound]:
-        """Read rounds of the trunk, then own ones. Raises RoundPruned if one cannot be read."""
         shared = self._trunk.read(place, min(count, self._shared - place)) if place < self._shared else []
         if self._own is None or len(shared) == count:
             return shared
         return shared + self._own.read(max(0, place - self._shared), count - len(shared))
 
     def _head(self, place: int) -> Head:
-        """Head after the first `place` rounds. Raises RoundPruned if it is not known any more."""
         return self._read(place - 1, 1)[0].head if place else self._trunk.start
 
     def _lineage(self, place: int) -> bytes:
@@ -168,7 +166,6 @@ class Chain:
         return tuple(self._lineage(place) for place in steps(len(self), self._trunk.floor))
 
     def common(self, locator: Sequence[bytes]) -> bytes | None:
-        """The first lineage of another peer's locator that is on this chain."""
         return next((lineage for lineage in locator if lineage in self), None)
 
     def largest(self, lineage: bytes) -> int:
@@ -255,7 +252,6 @@ class Chain:
             self._own.extend(links)
 
     def _unshare(self) -> None:
-        """Copy `_own` before a change if another chain uses it, too."""
         if self._own_is_shared and self._own is not None:
             before, self._own, self._own_is_shared = self._own, RoundLog(self._own.start), False
             self._own.extend(before)
@@ -284,7 +280,6 @@ class Chain:
 
 
 def _follows(lineage: bytes, links: Sequence[DecidedRound]) -> bool:
-    """Whether these rounds follow each other, starting at a lineage."""
     if isinstance(links, RoundLog):
         return links.start.key.lineage == lineage
     parents = [lineage, *(link.lineage for link in links)]

@@ -78,9 +78,8 @@ class ForkChoice:
     def beating(
         self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound], stranded: bool = False
     ) -> Branch | None:
-        """The part of these verified rounds that the chain should switch to; None if the chain wins.
-
-        The rounds begin at the chain's lineage `ancestor`.
+        """The part of these verified rounds, which begin at the chain's lineage `ancestor`, that the chain should
+        switch to; None if the chain wins.
         """
         links = links if isinstance(links, RoundLog) else tuple(links)
         shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
@@ -122,7 +121,6 @@ class ForkChoice:
         return _of_former(head, ours) != _of_former(head, links[shared])
 
     def _wins(self, head: Head, children: tuple[DecidedRound, DecidedRound], sizes: tuple[int, int]) -> bool:
-        """Whether the first of two children of a head wins, given the largest roster on the branch of each."""
         former = tuple(_of_former(head, child) for child in children)
         if former[0] == former[1]:
             return _rank(head, children[0]) < _rank(head, children[1])
@@ -149,9 +147,8 @@ class ForkChoice:
 
 
 def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
-    """Sort key of a child; the lower wins.
-
-    A FORK loses to any other child. Of two FORKs the larger wins; of two equal ones, the one of members alone.
+    """Sort key of a child; the lower wins. A FORK loses to any other child. Of two FORKs the larger wins; of two equal
+    ones, the one of members alone.
     """
     record = child.record
     if record.kind != Kind.FORK:
@@ -160,7 +157,6 @@ def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
 
 
 def _of_former(head: Head, child: DecidedRound) -> bool:
-    """Whether a child is a FORK with former members, not only with members and successors."""
     peers = {member.peer for member in head.roster}
     record = child.record
     return record.kind == Kind.FORK and any(member.peer not in peers for member in record.roster)

@@ -95,8 +95,6 @@ def _sort_key(lineage: bytes, place: int) -> int:
 
 
 class _Roster(NamedTuple):
-    """A roster, the place from which it holds, and the larger rosters that it has shrunk from."""
-
     since: int
     members: tuple[Member, ...]
     former: tuple[tuple[Member, ...], ...]
@@ -205,7 +203,6 @@ class RoundLog(Sequence[DecidedRound]):
         return self._lineages[place]
 
     def head(self, place: int) -> Head:
-        """Head after the first `place` rounds, its state root unsettled. May raise RoundPruned."""
         return self.read(place - 1, 1)[0].head if place else self.start
 
     def idle(self, place: int) -> int:
@@ -213,11 +210,9 @@ class RoundLog(Sequence[DecidedRound]):
         return bisect_left(self._idle, place)
 
     def rosters(self, place: int) -> Iterator[tuple[Member, ...]]:
-        """Distinct consecutive rosters up to a place, the latest first."""
         return (each.members for each in reversed(self._rosters) if each.since <= place)
 
     def largest(self, place: int, stop: int) -> int:
-        """Size of the largest roster after `place`, up to `stop`."""
         first = max(1, bisect_right(self._rosters, place + 1, key=lambda each: each.since))
         last = bisect_right(self._rosters, stop, key=lambda each: each.since)
         return max((len(each.members) for each in self._rosters[first - 1 : last]), default=0)
@@ -259,7 +254,6 @@ class RoundLog(Sequence[DecidedRound]):
         return [link.certificate for link in self._recent[place - at_hand : place - at_hand + count]]
 
     def _decoded(self, place: int, count: int) -> list[Certificate]:
-        """Decode what the archive holds from `place` on; raises RoundPruned if that is nothing."""
         found: list[Certificate] = []
         try:
             for each in self._archive.read(place, min(count, PIECE)) if place + 1 >= self.floor else ():

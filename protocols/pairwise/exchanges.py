@@ -99,7 +99,6 @@ class ExchangingAverager(PairwiseAverager):
         return self.exchange
 
     def _end(self, exchange: PairExchange) -> None:
-        """End the exchange: our state is free, and the partner's received state is no longer needed."""
         if self.exchange is exchange:
             self.exchange, self.partners = None, ()
             exchange.swap.discard()
@@ -133,7 +132,6 @@ class ExchangingAverager(PairwiseAverager):
             self._unreported_drifts.append(drift)
 
     def _failed(self, peer: PeerId, began: float, until: Deadline, why: str, slow: bool) -> None:
-        """Record a failed exchange, in progress if `slow`. A peer that cost us time is avoided for a while."""
         self.accounting.name(peer, f"no exchange: {why}")
         self.timeouts.failed(peer, began, loop_time(), until, slow)
 
@@ -190,7 +188,6 @@ class ExchangingAverager(PairwiseAverager):
                 self._end(exchange)
 
     async def _lead(self, exchange: PairExchange, stream: Stream) -> None:
-        """Run the asker's side. From its first `StateReceived` to the reply, the partner's outcome is unknown."""
         ask = exchange.ask
         await exchange.swap.transfer(stream)
         self._check_may_move(exchange)
@@ -239,7 +236,6 @@ class ExchangingAverager(PairwiseAverager):
         return ExchangeReply(ask.key, self.me, ask.sequence, accepted, self.round)
 
     def _accept(self, ask: ExchangeRequest, stream: Stream) -> PairExchange | None:
-        """Begin the exchange, unless we are busy or there is no time for it."""
         session, now, peer = self.session, loop_time(), stream.peer
         if session is None or session.state is None or self.exchange or self.timeouts.resting(peer, now):
             return None

@@ -91,7 +91,6 @@ class MassLedger:
         return share
 
     def answered(self, by: Member, sequence: int, counted: bool) -> None:
-        """Record the receiver's answer: it counted the share, or never will, so that the share returns."""
         waiting = self._outstanding.get(by, {})
         share = waiting.pop(sequence, None)
         if not waiting:

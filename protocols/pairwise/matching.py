@@ -41,7 +41,6 @@ def contraction(mixing: torch.Tensor) -> float:
 
 
 def hops(count: int) -> tuple[int, ...]:
-    """1, 2, 4, …: the powers of two below `count`."""
     return tuple(1 << power for power in range((count - 1).bit_length()))
 
 

@@ -133,7 +133,6 @@ class ShareSender:
         return counted is not False
 
     async def _send(self, session: SharedStateSession, share: Share, part: ReducedPart, until: Deadline) -> bool | None:
-        """Send a share; return whether it was counted, or None if that is unknown."""
         weighted, peer = self._weighted, share.to.peer
         timeouts, began = weighted.timeouts, loop_time()
         elements, name = part.high - part.low, part.codec.name

@@ -1,6 +1,5 @@
-"""What gossip and push-sum share: the averager, and a round of a peer whose state other peers may average with.
-
-The peer lends the state while it trains, opens it while it mixes, and keeps it to itself in between.
+"""What gossip and push-sum share: the averager, and a round of a peer whose state other peers may average with. The
+peer lends the state while it trains, opens it while it mixes, and keeps it to itself in between.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class PairwiseAverager(ABC):
 
     @property
     def state(self) -> VectorView | None:
-        """What other peers may average with; None while there is nothing to average."""
         return self.session.state if self.session else None
 
     def part(self, elements: int) -> ReducedPart:
@@ -102,7 +100,6 @@ class PairwiseAverager(ABC):
         return {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
 
     def named(self, session: SharedStateSession, others: Collection[PeerId]) -> tuple[PeerId, ...]:
-        """Those of the others that the schedule names for this round."""
         seed = f"{session.key.run.hex()}/{session.key.scope}"
         return matching.select_partners(self.schedule, tuple(others), self.me.peer, session.round, seed)
 

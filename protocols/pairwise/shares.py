@@ -128,7 +128,6 @@ class ShareReceiver:
         await stream.send(ShareStatus(give.key, weighted.me, give.sequence, counted))
 
     async def _send_status(self, stream: Stream, share: PushShare | RecallShare) -> None:
-        """Answer whether a share has been counted; if not, it never will be."""
         counted = self._weighted.masses.recalled(share.sender, share.sequence)
         await stream.send(ShareStatus(share.key, self._weighted.me, share.sequence, counted))
 

@@ -53,8 +53,6 @@ class ExchangeMessage(Header):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRequest(ExchangeMessage):
-    """Asks for an exchange of states with this many elements, in this codec."""
-
     elements: int = uint(1 << 48)
     codec: str = text(16)
 
@@ -163,12 +161,10 @@ class StateSwap:
 
     @property
     def begun(self) -> bool:
-        """Whether any of the partner's state has arrived."""
         return self._theirs.begun
 
     @property
     def most(self) -> float:
-        """An upper bound of `drift` that needs no computation."""
         ours = self._theirs.ours
         return (ours + self._theirs.norm) / 2 / ours if ours else 0.0
 

@@ -18,7 +18,6 @@ V = TypeVar("V")
 
 
 def ewma(mean: float, observed: float, gain: float) -> float:
-    """Update an exponentially weighted moving average with an observation of weight `gain`."""
     return (1 - gain) * mean + gain * observed
 
 
@@ -53,7 +52,6 @@ class RoundEstimator:
         return max(math.ceil(self.quorum_share * claims), min(self.min_witnesses, peers))
 
     def latest(self, claims: Iterable[int], peers: int) -> int | None:
-        """The latest round that a quorum has reached, or None."""
         rounds = sorted(claims, reverse=True)
         needed = self.quorum(len(rounds), peers)
         return rounds[needed - 1] if 0 < needed <= len(rounds) else None

@@ -53,7 +53,6 @@ class PeerTimeouts:
         return 4 * seen.round_trip_seconds + size_bytes / (seen.rate or self._usual)
 
     def timeout_seconds(self, peer: PeerId, size_bytes: int) -> float:
-        """Time limit of an exchange, from the request to the last message."""
         return self.answer_seconds(peer) + TIMEOUT_MULTIPLE * self.expected_seconds(peer, size_bytes)
 
     def answered(self, peer: PeerId, seconds: float) -> None:

@@ -80,7 +80,6 @@ class StepAdmission:
 
     @property
     def is_full(self) -> bool:
-        """Whether the step is due."""
         return len(self.counted) == self.batches
 
     def may_grant(self, driver: Member, drivers: int, now: float) -> bool:
@@ -93,7 +92,6 @@ class StepAdmission:
         return open_leases < fair_share(self.batches, drivers)
 
     def grant(self, driver: Member, number: int, now: float) -> Lease:
-        """Call it only if `may_grant`."""
         lease = Lease(driver, number, self.epoch, now, self)
         self._leased[lease] = None
         self._watch("granted", lease)

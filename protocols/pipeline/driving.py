@@ -75,8 +75,6 @@ class StageIsBusy(Exception):
 
 @dataclass(slots=True)
 class _Call:
-    """A stream to a replica, idle or in the middle of a microbatch."""
-
     member: Member
     stage: int
     stream: Stream
@@ -160,7 +158,6 @@ class PipelineDriver:
     # -- what the lanes use -------------------------------------------------------------------------------------------
 
     async def start(self) -> Lease:
-        """Wait for a place in this peer's own step and for a replica of every stage; then begin a microbatch."""
         me = self.endpoint.me
         while True:
             ready = await self.admission.changed.reached(
@@ -328,7 +325,6 @@ class _Lane:
             return await run_with_helper(self._send_and_receive(call, job), watch)
 
     async def _send_and_receive(self, call: _Call, job: StageJob) -> JobResult:
-        """Raises `NotCounted` if the replica says that it has not counted the microbatch."""
         for sent in job.payloads:
             await call.stream.send(JobInput(job.kind.value, job.number), sent)
         received, loss = [], 0.0
@@ -350,8 +346,6 @@ class _Lane:
 
 
 class _Streams:
-    """A lane's streams: one at most to each replica, kept while it is in use."""
-
     def __init__(self, driver: PipelineDriver) -> None:
         self._endpoint, self._settings = driver.endpoint, driver.settings
         self._open: dict[Member, _Call] = {}

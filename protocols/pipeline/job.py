@@ -41,8 +41,6 @@ class StageSizes:
 
 
 class Place(Enum):
-    """The stages that do a kind of job."""
-
     FIRST = auto()
     MIDDLE = auto()
     LAST = auto()

@@ -65,13 +65,11 @@ class ReplicaRouter:
         return self._replica(peer).seconds
 
     def succeeded(self, peer: PeerId, seconds: float) -> None:
-        """After `seconds`, from the request to its answer."""
         replica = self._replica(peer)
         replica.seconds = seconds if replica.failures else ewma(replica.seconds, seconds, GAIN)
         replica.failures, replica.banned_until = 0, 0.0
 
     def failed(self, peer: PeerId, now: float, seconds: float | None = None) -> None:
-        """A call failed: after `seconds` without an answer, or at once."""
         replica = self._replica(peer)
         replica.failures += 1
         replica.banned_until = now + self._ban_seconds(replica.failures)
@@ -86,7 +84,6 @@ class ReplicaRouter:
         replica.refusals = min(replica.refusals + 1, 10)
 
     def retry_at(self, live: Sequence[PeerId]) -> float | None:
-        """None without replicas."""
         return min((self._replica(peer).banned_until for peer in live), default=None)
 
     def _start(self, peer: PeerId) -> float:

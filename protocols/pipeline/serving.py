@@ -204,7 +204,6 @@ class StageServer:
         return header
 
     def _lease_seconds(self) -> float:
-        """How long a lease lasts now: not long where other drivers wait."""
         if not self._queue:
             return LEASE_SECONDS
         return min(LEASE_SECONDS, max(CONTENDED_LEASE_SECONDS, LEASE_MULTIPLE * self._usual_seconds))

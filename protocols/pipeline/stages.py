@@ -10,8 +10,6 @@ from protocols.base import Deadline, Member, Members, PeerId
 
 
 class StageDirectory(Protocol):
-    """What peers announce of themselves with their heartbeats."""
-
     def stage_of(self, peer: PeerId) -> int | None:
         """None if it is not known."""
 

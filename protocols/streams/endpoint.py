@@ -73,7 +73,6 @@ class ProtocolEndpoint:
 
     @asynccontextmanager
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        """Open a stream as `Transport.open` does, and count it."""
         async with self.host.transport.open(peer, method, deadline) as stream, self.accounting.counting(stream):
             yield stream
 
@@ -180,7 +179,6 @@ class SessionTable(Generic[K, Session]):
         return tuple(self._sessions.values())
 
     def wake(self) -> None:
-        """Make each `wait_for` ask its `over` again."""
         self._notifier.notify()
 
     async def wait_for(
@@ -196,7 +194,9 @@ class SessionTable(Generic[K, Session]):
 
 
 class SessionBase:
-    """An `IndependentSession` without `average`. Its shared state is not averaged with."""
+    """An `IndependentSession` without `average`. Its shared state is not averaged with: peers average only during
+    `average`.
+    """
 
     def __init__(self, head: Head, deadline: Deadline, accounting: RoundAccounting) -> None:
         self.head, self.deadline = head, deadline

@@ -1,17 +1,16 @@
 """Codecs: encode a float32 vector as bytes of a size known in advance, and decode it. Pure.
 
 All codecs are little-endian, work in place on buffers at any address, and may be used by several threads at once.
-Encoding refuses values that are not finite. Decoding yields finite values or raises `BadPayload`. It gives the same
-bits on every machine: it widens or looks up each code, then multiplies at most once.
+Encoding refuses values that are not finite. Decoding yields finite values or raises `BadPayload`, the same bits on
+every machine: it widens or looks up each code, then multiplies at most once.
 
     fp32   4 bytes an element, exact
     fp16   2 bytes, rounded to nearest even; saturates at the largest float16 (65,504)
     bf16   2 bytes, rounded to nearest even; saturates at the largest bfloat16 (about 3.39e38)
-    int8   1.03125 bytes, .258 of fp32: blocks of 128 elements with a float32 scale each (`protocols.vectors.lowbit`)
-    int4   .53125 bytes, .133 of fp32: the same in steps of a seventh of the block's largest magnitude
-    e3m0   .53125 bytes: a sign and a power of two (`protocols.vectors.lowbit`)
-    topk   .0205 bytes, 1/195 of fp32: the 64 largest of each 4096 elements, two bits each, with error feedback. A mean
-           of N contributions takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.vectors.sparse`)
+    int8   1.03125 bytes, .258 of fp32 (`protocols.vectors.lowbit`)
+    int4   .53125 bytes, .133 of fp32
+    e3m0   .53125 bytes: a sign and a power of two
+    topk   .0205 bytes, 1/195 of fp32, with error feedback (`protocols.vectors.sparse`)
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ __all__ = ["CODECS", "Codec", "codec", "state_codec"]
 
 
 class FloatCodec(Codec):
-    """A float format, rounded to nearest even, saturating."""
-
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self._dtype = name, dtype
         self._largest = torch.finfo(dtype).max
@@ -95,5 +92,4 @@ def state_codec(name: str) -> Codec:
 
 
 def codec(name: str) -> Codec:
-    """The codec of this name, or a `ValueError` whose one line names the codecs that exist."""
     return CODECS[require_known("codec", name, CODECS)]

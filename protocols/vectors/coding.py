@@ -41,9 +41,8 @@ class Codec(Protocol):
         """Encode `source` into the whole of `into`. `ValueError` if it is not finite, or `into` of another size."""
 
     def decode(self, data: Buffer, into: Vector) -> None:
-        """Decode `data` into the whole of `into`. Read-only data costs one more copy.
-
-        Raises `BadPayload` if `data` has another size, or holds NaN, infinity, or bytes that no encoder writes.
+        """Decode `data` into the whole of `into`; read-only data costs one more copy. Raises `BadPayload` if `data`
+        has another size, or holds NaN, infinity, or bytes that no encoder writes.
         """
 
 
@@ -99,7 +98,6 @@ def require_finite(values: torch.Tensor) -> None:
 
 
 def refuse_non_finite(values: Vector) -> None:
-    """The same for decoded elements: raises `BadPayload`."""
     try:
         require_finite(values)
     except ValueError:

@@ -25,12 +25,10 @@ class PartLayout:
         return chunk_range(self.low, self.high, index, self.chunk_elements)
 
     def size(self, index: int) -> int:
-        """Encoded bytes of a chunk."""
         low, high = self.elements(index)
         return self.codec.encoded_bytes(high - low)
 
     def place(self, index: int) -> int:
-        """Offset of a chunk's bytes."""
         return index * self._whole
 
     def vector_for(self, data: memoryview, scratch: Vector) -> Vector:

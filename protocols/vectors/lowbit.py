@@ -4,12 +4,11 @@ Blockwise absmax quantisation (Dettmers et al. 2021, arXiv 2110.02861, section 2
 
     int8   a byte: -127..127 times absmax / 127
     int4   half a byte: -7..7 times absmax / 7
-    e3m0   half a byte, a sign and three bits of exponent: 0 or ±absmax / 2**k with k in 0..6, as in Streaming DiLoCo
-           (Douillard et al. 2025, arXiv 2501.18512)
+    e3m0   half a byte: 0 or ±absmax / 2**k with k in 0..6 (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512)
 
 Layout: all scales as float32, then all codes. Of two half bytes in a byte, the low one is the even element. A block is
-encoded as zeros with scale 0 if a decoded number would be denormal: denormal numbers are too coarse for the error
-bound, and processors treat them differently. Scales are limited so that every product is finite.
+encoded as zeros with scale 0 if a decoded number would be denormal: too coarse for the error bound, and treated
+differently by processors. Scales are limited so that every product is finite.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ class _FourBit(_Blockwise):
         return _scale_bytes(elements) + -(-elements // 2)
 
     def _codes(self, quotients: Vector) -> torch.Tensor:
-        """The codes of these quotients: integers in 0..15, of any integer type."""
         raise NotImplementedError
 
     def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:

@@ -32,9 +32,8 @@ from protocols.vectors.views import LARGEST_FLOAT32, norm, weighted_mean
 
 TRIM_SHARE = 0.25
 REACH = 0.5
-"""τ of `centered_clip`, as a multiple of the median distance from the current estimate.
-
-Between .25 and 1 the value matters little. From 1.5 on, outliers pull the estimate towards themselves."""
+"""τ of `centered_clip`, as a multiple of the median distance from the current estimate. From 1.5 on, outliers pull it.
+"""
 CLIP_STEPS = 5
 KRUM_LEAST = 5
 """With fewer than 2·1 + 3 contributions Krum tolerates no wrong one; the coordinate median, which does, replaces it."""
@@ -49,18 +48,15 @@ MEASURED_ELEMENTS = 64  # shorter chunks are not measured: the norm of fewer num
 ESTIMATE_ERROR = 0.01  # largest error of a norm from `vectors.estimated_norm`, as a share of it
 NAMED_SHARE = 0.5  # a member whose contribution is clipped to less than this share of its norm is reported
 NAMED_DISTANCE = 3.0
-"""The same if its distance from the coordinate median is more than this multiple of the median distance.
-
-With honest peers of which half were ten times slower, the largest such multiple was 2."""
+"""The same if its distance from the coordinate median is more than this multiple of the median distance. With honest
+peers of which half were ten times slower, the largest such multiple was 2."""
 
 _PIECE = 1 << 14  # columns sorted at a time
 
 
 Rule: TypeAlias = Callable[[torch.Tensor, Sequence[float], Vector], None]
-"""Aggregates contributions, float32 (n, d) with n >= 1, into a vector (d), which must not overlap them.
-
-The rows are on the CPU, contiguous and finite; so is the result. `mean` may overwrite them. Each row has a weight,
-positive and finite, in any unit; otherwise `ValueError`."""
+"""Aggregates contributions, finite float32 (n, d) on the CPU with n >= 1, into a vector (d), which must not overlap
+them. `mean` may overwrite them. Each has a weight, positive and finite, in any unit; otherwise `ValueError`."""
 
 
 def mean(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
@@ -81,7 +77,6 @@ def median(contributions: torch.Tensor, weights: Sequence[float], into: Vector) 
 def trimmed_mean(
     contributions: torch.Tensor, weights: Sequence[float], into: Vector, share: float = TRIM_SHARE
 ) -> None:
-    """The coordinate-wise weighted mean without a share (below .5) of the weight at either end."""
     scaled = _scaled_weights(contributions, weights, into)
     whole = math.fsum(scaled)
     low, high = share * whole, whole - share * whole
@@ -97,7 +92,7 @@ def trimmed_mean(
 def centered_clip(
     contributions: torch.Tensor, weights: Sequence[float], into: Vector, reach: float = REACH, steps: int = CLIP_STEPS
 ) -> None:
-    """Centered clipping: `steps` times v <- v + mean_i((x_i - v) · min(1, τ / ‖x_i - v‖)), from the coordinate median.
+    """`steps` times v <- v + mean_i((x_i - v) · min(1, τ / ‖x_i - v‖)), from the coordinate median.
 
     In each step, τ is `reach` times the weighted median of the distances ‖x_i - v‖.
     """
@@ -124,7 +119,6 @@ def krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) ->
 
 
 def multi_krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
-    """The weighted mean of the n - b - 2 contributions that Krum ranks first; for few contributions see `krum`."""
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
     _scaled_weights(contributions, weights, into)
@@ -242,7 +236,6 @@ class RobustAggregator:
             self._kept[member] += kept**2
 
     def named(self) -> dict[int, str]:
-        """Index of each member whose contribution was wrong, and the reason in one line."""
         found = {}
         for member, (sent, kept) in enumerate(zip(self._sent, self._kept, strict=True)):
             if kept < NAMED_SHARE**2 * sent:

@@ -8,12 +8,9 @@ is added to the next round's pseudo-gradient. A group takes 84 bytes: .0205 an e
     values      4 bytes  two magnitudes, bfloat16
                16 bytes  for each element a sign, and which of the two magnitudes
 
-A mean of N contributions has at most 64 N non-zero elements in each group. All of them are sent, in int8: what a mean
-left out would be in no peer's error feedback. With k = 64 N and l = floor(log2(4096 / k)), a group of a mean takes
-ceil(k l / 8) + ceil((k + (4095 >> l)) / 8) bytes for the positions, k for the values, and 4 for the scale of each 128
-values: 130 bytes for N = 1, 456 for 4, 848 for 8, 1568 for 16, 2880 for 32.
-
-If the last group of a vector has only n elements, ceil(n / 64) of them are sent.
+A mean of N contributions has at most 64 N non-zero elements in each group. All are sent, in int8: what a mean left out
+would be in no peer's error feedback. A group then takes 130 bytes for N = 1, 456 for 4, 848 for 8, 1568 for 16. If the
+last group of a vector has only n elements, ceil(n / 64) of them are sent.
 """
 
 from __future__ import annotations
@@ -154,7 +151,6 @@ class _Groups:
 
     @property
     def _slots(self) -> int:
-        """Bits of the unary part."""
         return self.keep + ((self.width - 1) >> self._low_bits)
 
     @property
@@ -178,7 +174,6 @@ class _Groups:
         return torch.cat((_bytes_of(low), _bytes_of(high)), dim=1)
 
     def unpack(self, data: torch.Tensor) -> torch.Tensor:
-        """Unpack the positions from the bytes that `pack` made. `BadPayload` if it cannot have made them."""
         bits = (data[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
         low, high = bits[:, : 8 * self._low_bytes], bits[:, 8 * self._low_bytes :]
         used = self.keep * self._low_bits
@@ -234,10 +229,7 @@ def _bytes_of(bits: torch.Tensor) -> torch.Tensor:
 
 
 def sent(codec: Codec, residual: Vector, delta: Vector, into: Vector) -> None:
-    """Write what a receiver gets of a pseudo-gradient and the error feedback: codec(decay · residual + delta).
-
-    The vectors are float32 (n) and must not overlap. Only `into` is changed. `ValueError` if the sum is not finite.
-    """
+    """Write what a receiver gets, codec(decay · residual + delta), to `into`, which must not overlap the others."""
     for low in range(0, len(into), PIECE):
         piece = into[low : low + PIECE]
         torch.mul(residual[low : low + PIECE], codec.decay, out=piece)

@@ -59,7 +59,6 @@ class VectorView:
         return scratch[:at]
 
     def window(self, low: int, high: int) -> Vector | None:
-        """A view of elements [low, high) if they lie in one vector, else None."""
         pieces = self._pieces(low, high)
         return pieces[0] if len(pieces) == 1 else None
 
@@ -88,7 +87,6 @@ def chunk_count(elements: int, chunk: int = CHUNK_ELEMENTS) -> int:
 
 
 def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) -> tuple[int, int]:
-    """Element offsets [start, stop) of chunk `index` of the range [low, high)."""
     if not 0 <= index < chunk_count(high - low, chunk):
         raise ValueError(f"chunk {index} of a range of {chunk_count(high - low, chunk)} chunks")
     start = low + index * chunk
