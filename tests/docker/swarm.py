@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 
 from node.runtime.identity import peer_id_of
-from tests.docker.containers import Peer, Spell, bytes_of, directories
 from tests.docker.engine import Engine
 from tests.faults.recording import Incarnation
+from tests.support.checkers import Report
 from tests.support.history import History
 from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import wait
@@ -33,6 +33,36 @@ POLL_SECONDS = 0.25
 UP_SECONDS, STOP_SECONDS, IDENTITY_SECONDS = 120.0, 60.0, 60.0
 GRACE_SECONDS = 20
 _KEY_BYTES = 32
+_HELD = re.compile(r"/state/starling/(peer-\d+)(/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A state directory in a volume, whichever container holds it."""
+
+    name: str
+    id: str
+    directory: Path
+    history: History
+
+    def reports(self) -> list[Report]:
+        return self.history.reports()
+
+    @property
+    def incarnation(self) -> int:
+        return int((self.directory / "incarnation").read_text())
+
+
+@dataclass(slots=True)
+class Spell:
+    """One run of a container. `name`: its peer; empty while unknown. `code`: an exit code, or minus a signal."""
+
+    container: str
+    began: float
+    name: str = ""
+    expected: int = 0
+    ended: float | None = None
+    code: int = 0
 
 
 @dataclass(slots=True)
@@ -263,3 +293,17 @@ class Swarm:
                 for container in (each for each in ended if each in groups):
                     found.setdefault(ended[container], []).append(" ".join(process.cmdline()))
         return found
+
+
+def bytes_of(text: str) -> float:
+    number, unit = re.fullmatch(r"([\d.]+)\s*([kKMGT]?i?B)", text).groups()  # type: ignore[union-attr]
+    power = "BkMGT".index(unit[0].replace("K", "k"))
+    return float(number) * (1024 if "i" in unit else 1000) ** power
+
+
+def directories(pid: int) -> Iterator[str]:
+    for process in psutil.Process(pid).children(recursive=True):
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                if found := _HELD.match(os.readlink(descriptor)):
+                    yield found[1]

@@ -18,17 +18,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from node.reporting.report import RoundReport
 from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
-from protocols.base import Buffer, Header, LocalProgress, RoundKey, Stream, Transport, Vector
+from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Transport, Vector
 from protocols.blobs.serving import BLOBS
 from protocols.sync.requests import SYNC
-from tests.faults.wrapped import WrappedTransport
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,27 @@ class FailpointStream:
         header: Header = await self._inner.receive(limit)
         self._trace.point(f"{self._where}receive", header)
         return header
+
+
+class WrappedTransport:
+    """A transport of which each stream is wrapped, whether this peer opens it or serves it."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    def wrapped(self, method: str, stream: Stream) -> Stream:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def serve(self, method: str, handler: Handler) -> None:
+        self._inner.serve(method, lambda peer, stream: handler(peer, self.wrapped(method, stream)))
+
+    @asynccontextmanager
+    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
+        async with self._inner.open(peer, method, deadline) as stream:
+            yield self.wrapped(method, stream)
 
 
 class FailpointTransport(WrappedTransport):

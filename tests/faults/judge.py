@@ -18,7 +18,7 @@ from typing import Any
 
 from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.faults import independent as loose
-from tests.faults import stage_figures, staged
+from tests.faults import stages
 from tests.faults.goodput import MEANS, first_reported, goodput, participation, reports
 from tests.faults.recording import Recording
 from tests.support.checkers import DECIDED, Violation, began, check, one_branch
@@ -70,7 +70,7 @@ class Promise:
 
 def judge(play: Recording) -> Verdict:
     promise = promise_of(play)
-    first = staged.stage_of(play, 0) if play.stages > 1 else play  # stage 0 is the clock of all rounds
+    first = stages.stage_of(play, 0) if play.stages > 1 else play  # stage 0 is the clock of all rounds
     recovery = promise.recovery_seconds(play)
     measures = {name: _summary(values) for name, values in {**play.measures, **promise.measures(play)}.items()}
     worst = (
@@ -101,7 +101,7 @@ def judge(play: Recording) -> Verdict:
         recovery_seconds=recovery,
         measures=measures,
         missed={name: [ends[name], aim] for name, aim in play.limits.aims.items() if not ends[name] <= aim},
-        faults=stage_figures.rows(play) if play.stages > 1 else [],
+        faults=stages.rows(play) if play.stages > 1 else [],
     )
 
 
@@ -140,15 +140,15 @@ def _recovery_seconds(play: Recording) -> float:
 
 
 def _stages_recovery_seconds(play: Recording) -> float:
-    return staged.slowest({stage: _recovery_seconds(staged.stage_of(play, stage)) for stage in range(play.stages)})
+    return stages.slowest({stage: _recovery_seconds(stages.stage_of(play, stage)) for stage in range(play.stages)})
 
 
 def _stages_goodput(play: Recording) -> float:
-    return goodput(staged.stage_of(play, 0))
+    return goodput(stages.stage_of(play, 0))
 
 
 def _stages_participation(play: Recording) -> float:
-    return fmean(participation(staged.stage_of(play, stage)) for stage in range(play.stages))
+    return fmean(participation(stages.stage_of(play, stage)) for stage in range(play.stages))
 
 
 def _skipped(play: Recording) -> dict[str, float]:
@@ -252,8 +252,8 @@ _ONE = Promise(
     goodput, participation, lambda play: {},
 )  # fmt: skip
 _STAGED = Promise(
-    staged.broken, _stages_recovery_seconds, "have reported a round of their stage that holds all of it", "round",
-    _stages_goodput, _stages_participation, stage_figures.measures,
+    stages.broken, _stages_recovery_seconds, "have reported a round of their stage that holds all of it", "round",
+    _stages_goodput, _stages_participation, stages.measures,
 )  # fmt: skip
 _APART = Promise(
     loose.broken, loose.recovery_seconds, "have mixed, each with any other or through others", "mixing",

@@ -19,7 +19,7 @@ from typing import Any, cast
 from protocols import wire
 from protocols.base import PeerId, Signer, Stream, Transport
 from protocols.streams.framing import FramedStream
-from tests.faults.wrapped import WrappedTransport
+from tests.faults.failpoints import WrappedTransport
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.byzantine.voters import ByzantineVoterStream
 

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from tests.faults import stage_figures
+from tests.faults import stages
 from tests.faults.judge import Verdict, in_words, name_of, promise_of
 from tests.faults.recording import Recording
 from tests.support.checkers import DECIDED, Report, Tree
@@ -111,7 +111,7 @@ def _verdict(play: Recording, verdict: Verdict) -> Iterator[str]:
         middle, worst = _number(figure["median"]), _number(figure["worst"])
         yield f"  {name}: median {middle}, worst {worst}, trials {figure['trials']}"
     if verdict.faults:
-        yield from stage_figures.table(verdict.faults)
+        yield from stages.table(verdict.faults)
     for name, (value, aim) in verdict.missed.items():
         yield f"  missed: {name} is {_number(value)}, should be at most {aim:g}"
 

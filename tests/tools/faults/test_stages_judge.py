@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults import stage_figures
+from tests.faults import stages
 from tests.faults.judge import judge
 from tests.faults.recording import Event, Incarnation, Recording
 from tests.support.recordings import BEGAN, NO_CONTRIBUTIONS, detail, found, history
@@ -117,7 +117,7 @@ def test_figures_of_a_lost_replica() -> None:
 
 def test_rate_that_does_not_come_back_is_missed() -> None:
     dead = replace(staged(), samples=samples(share=0.0))
-    (row,) = stage_figures.rows(dead)
+    (row,) = stages.rows(dead)
     assert row["back_seconds"] == 2.0, "the first five seconds in which enough was trained"
     stopped = {name: [(t, min(n, 1100)) for t, n in each] for name, each in samples().items()}
     verdict = judge(replace(staged(), samples=stopped))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.faults.goodput import MEANS
 from tests.faults.recording import Event, Recording
-from tests.support.checkers import DECIDED, Report, began
+from tests.support import stage_checkers
+from tests.support.checkers import DECIDED, Report, Violation, began, one_branch
 from tests.support.stage_checkers import by_stage
 
 BEFORE_SECONDS, AFTER_SECONDS, WINDOW_SECONDS = 12.0, 10.0, 10.0
@@ -22,6 +24,9 @@ STOPPED_SECONDS = 20.0
 BACK_WINDOW_SECONDS = 5.0
 SHARE, WHOLE_SHARE = 0.4, 0.8
 """The rate counts as back at this share of that before: with a peer missing, and with all peers there."""
+
+UNREPORTED = 2
+"""A killed peer has not reported what it counted since its last report: at most so many of its largest reports."""
 
 Row = dict[str, Any]
 
@@ -159,3 +164,43 @@ def table(found: Sequence[Row]) -> Iterator[str]:
 
 def _number(value: float, form: str, unit: str = "") -> str:
     return "-" if math.isnan(value) else f"{value:{form}}{unit}"
+
+
+# -- each stage as a run of its own, and all of them together ---------------------------------------------------------
+
+
+def stage_of(play: Recording, stage: int) -> Recording:
+    histories = by_stage(play.histories).get(stage, {})
+    return replace(
+        play,
+        histories=histories,
+        should=tuple(name for name in play.should if name in histories),
+        incarnations={name: each for name, each in play.incarnations.items() if name in histories},
+    )
+
+
+def broken(play: Recording) -> list[Violation]:
+    found = stage_checkers.check(play.histories)
+    for stage in range(play.stages):
+        part = stage_of(play, stage)
+        found += one_branch({name: part.histories[name] for name in part.should})
+        if not part.should:
+            found.append(Violation("one-stage", "", -1, f"stage {stage} has nobody at the end"))
+    found += stage_checkers.counted_below(play.histories, unreported(play))
+    found += stage_checkers.one_pace(play.histories, play.stages, play.ended)
+    return found
+
+
+def unreported(play: Recording) -> Mapping[int, int]:
+    """Stage -> microbatches that it may have counted without a report, because its peers were killed."""
+    found: dict[int, int] = {}
+    for name, history in play.histories.items():
+        killed = sum(process.code < 0 for process in play.incarnations.get(name, ()))
+        if history and killed:
+            most = max(each["microbatches"] for each in history)
+            found[history[0]["stage"]] = found.get(history[0]["stage"], 0) + UNREPORTED * killed * most
+    return found
+
+
+def slowest(seconds: Mapping[int, float]) -> float:
+    return math.nan if any(map(math.isnan, seconds.values())) else max(seconds.values(), default=math.nan)
