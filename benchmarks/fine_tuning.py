@@ -52,18 +52,18 @@ def trained_alone(learner: Learner, recipe: Recipe) -> float:
 def trained_together(learners: list[Learner], recipe: Recipe) -> float:
     """Held-out loss of the outer parameters after all rounds."""
     outer = OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum)
-    anchor = learners[0].vectors[0].clone()
+    anchor = learners[0].vector.clone()
     velocity, delta = torch.zeros_like(anchor), torch.empty_like(anchor)
     for number in range(recipe.rounds):
         mean = torch.zeros_like(anchor)
         for learner in learners:
-            learner.vectors[0].copy_(anchor)
+            learner.vector.copy_(anchor)
             for step in range(recipe.inner_steps):
                 learner.step(number, step)
-            pseudo_gradient(anchor, learner.vectors[0], delta)
+            pseudo_gradient(anchor, learner.vector, delta)
             mean.add_(delta, alpha=1 / len(learners))
         outer.step(anchor, velocity, mean)
-    learners[0].vectors[0].copy_(anchor)
+    learners[0].vector.copy_(anchor)
     return learners[0].evaluate()
 
 

@@ -446,10 +446,10 @@ class Trainer(Protocol):
     async def release(self) -> None:
         """Free what computing needs, between two rounds. The next command gets it back."""
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
+    async def read(self, into: Vector) -> None:
         """Copy the local parameters into `into`, between two inner steps."""
 
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the local parameters and reset the progress. The inner optimiser keeps its state.
 
         The pseudo-gradient is measured from `anchor`, by default `source`. A peer that keeps work of `tokens` that no

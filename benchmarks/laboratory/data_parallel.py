@@ -54,9 +54,9 @@ def train_data_parallel(given: LabRun) -> History:
         learner.among([peer for peer, here in enumerate(given.up(number)) if here])
         for step in range(run.inner_steps):
             learner.step(number, step)
-        recent.append(learner.vectors[0].clone())
+        recent.append(learner.vector.clone())
         if run.is_evaluated(number + 1):
-            learner.vectors[0].copy_(torch.stack(tuple(recent)).mean(0))
+            learner.vector.copy_(torch.stack(tuple(recent)).mean(0))
             history.append(((number + 1) * run.inner_steps, learner.evaluate()))
-            learner.vectors[0].copy_(recent[-1])
+            learner.vector.copy_(recent[-1])
     return history

@@ -33,13 +33,13 @@ def train_independent(given: LabRun, mixer: Mixer | None = None) -> History:
     """
     run, history = given.run, History()
     trainings = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
-    travelling = _travelling(given, torch.stack([training.learner.vectors[0] for training in trainings]))
+    travelling = _travelling(given, torch.stack([training.learner.vector for training in trainings]))
     mix = mixer or _mixer(given)
     passes = len(shape_for(run.peers, GROUP_MOST)) if given.arm == "moshpit" and mixer is None else 1
     for number in range(run.rounds):
         for peer, training in enumerate(trainings):
             train_round(training, number, run.inner_steps)
-            travelling.bring(peer, training.learner.vectors[0], number)
+            travelling.bring(peer, training.learner.vector, number)
         here, mixed = torch.tensor(given.up(number)), travelling.brought.double()
         for step in range(passes):
             mixed = mix(number * passes + step, here, mixed)

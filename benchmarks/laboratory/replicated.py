@@ -42,8 +42,8 @@ class LabMember:
         # The initial weights are the run's; the stream is the peer's.
         self._learner = TaskLearner(task, run.settings.recipe, seed=1000 * run.seed + index)
         self._run, self._index = run, index
-        self.layout, self.vectors, self.evaluate = self._learner.layout, self._learner.vectors, self._learner.evaluate
-        self.moments = self._learner.moments
+        self.layout, self.vector, self.position = self._learner.layout, self._learner.vector, 0
+        self.evaluate, self.moments = self._learner.evaluate, self._learner.moments
 
     def step(self, round_number: int, step: int) -> Step:
         if step >= self._run.steps_of(self._index):
@@ -81,13 +81,13 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
     """
     trainings = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     history, recent = History(), deque[torch.Tensor](maxlen=run.averaged)
-    anchor = trainings[0].learner.vectors[0].clone()
+    anchor = trainings[0].learner.vector.clone()
     velocity, outer, reduction = torch.zeros_like(anchor), run.outer_sgd(), _Reducer(run, len(anchor))
     for number in range(run.rounds):
         for training in trainings:
             train_round(training, number, run.inner_steps)
         counted = weights[number] if weights else [float(training.work().tokens) for training in trainings]
-        deltas = torch.stack([anchor - training.learner.vectors[0] for training in trainings])
+        deltas = torch.stack([anchor - training.learner.vector for training in trainings])
         if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
             velocity.zero_()
         outer.at(number).step(anchor, velocity, reduction.mean(deltas, counted))

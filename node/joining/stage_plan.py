@@ -75,15 +75,15 @@ def plan_stages(config: RunConfig, timer: Callable[[], float]) -> StagePlan:
         sizes = [config.paced.elements * (k + 1) // config.stages for k in range(config.stages)]
         elements = [high - low for low, high in zip([0, *sizes], sizes, strict=False)]
         paced = (Paced(count, 0) for count in elements)
-        entries = [_entry(number + 1, each.layout, each.vectors[0]) for number, each in enumerate(paced)]
+        entries = [_entry(number + 1, each.layout, each.vector) for number, each in enumerate(paced)]
         return StagePlan(tuple(entries), tuple(elements))
     partition = cut(measure(config.preset(), timer), config.stages)
     found, elements = [], []
     for stage in range(config.stages):
         low, high = partition.bounds[stage], partition.bounds[stage + 1]
         flat = flatten(GptStage(config.gpt.shape, low, high, config.seed))
-        found.append(_entry(high, flat.layout, flat.vectors[0]))
-        elements.append(len(flat.vectors[0]))
+        found.append(_entry(high, flat.layout, flat.vector))
+        elements.append(len(flat.vector))
     return StagePlan(tuple(found), tuple(elements), partition.table())
 
 

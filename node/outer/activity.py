@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -10,9 +11,6 @@ from typing import Any, TypeVar
 from protocols.aio import Notifier
 
 T = TypeVar("T")
-
-LOOK_SECONDS = 3600.0
-"""Longest wait in one go for a change of what was asked for."""
 
 
 class Activity(IntEnum):
@@ -57,9 +55,7 @@ class ActivitySwitch:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, which is checked after each `wake`."""
-        loop = asyncio.get_running_loop()
-        while not await self._changed.reached(condition, loop.time() + LOOK_SECONDS):
-            pass
+        await self._changed.until(condition, math.inf)
 
     async def unless(self, condition: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
         """Do some work, or return None: it is cancelled when a condition holds, which is checked after each `wake`."""

@@ -30,24 +30,6 @@ _LINE_CHARACTERS = 300
 _ROOM = "." * 4000
 """For the command lines of forked processes, which take the place of the server's (`fork_server.set_command_line`)."""
 
-# Asks the kernel to kill this process with its parent, then becomes the program. It is a program of its own, because
-# code between fork and exec (preexec_fn) is unsafe once threads exist. It checks the parent's id because the parent may
-# have died before the request.
-_SHIM = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-if sys.argv[2] != "0":
-    try:
-        with open("/proc/self/oom_score_adj", "w") as score:
-            score.write(sys.argv[2])
-    except OSError:
-        pass
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-
 
 class ChildProcess:
     """One running program, with the program's `pid`. `ChildProcess.start` creates it.
@@ -101,16 +83,15 @@ class ChildProcess:
         if is_python:
             process = await _forked(command, environment, pass_fds, oom_score, reaped)
         if process is None:
-            first = (reaper.__file__,) if reaped else ("-c", _SHIM)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", *first, str(os.getpid()), str(oom_score)),
-                *(() if reaped else command),
+                *(sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(oom_score)),
+                *(("reaped",) if reaped else ()),
                 stdin=DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
                 start_new_session=True,
                 pass_fds=pass_fds,
-                env={**os.environ, **environment, **({reaper.PROGRAM: json.dumps(command)} if reaped else {})},
+                env={**os.environ, **environment, reaper.PROGRAM: json.dumps(command)},
             )
         child = cls(name, process, on_line, reaped)
         try:

@@ -223,11 +223,7 @@ def run_program(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     module, arguments = request["command"][3], request["command"][4:]
     if request["reaped"]:
         become_program("node.runtime.reaper", ())
-        reaper.supervise(parent, oom_score, lambda: run_module(module, arguments))
-    reaper.begin_program(oom_score)
-    if os.getppid() == parent:
-        run_module(module, arguments)
-    os._exit(1)
+    reaper.begin(parent, oom_score, request["reaped"], lambda: run_module(module, arguments))
 
 
 def place_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:

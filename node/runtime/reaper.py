@@ -1,11 +1,14 @@
-"""Runs one program, and kills whatever the program has started when it ends or when this process's parent dies.
+"""Runs one program, which dies with this process's parent. If `reaped`, so does whatever the program has started, also
+when the program ends.
 
-    python -I -S reaper.py PARENT OOM_SCORE      # the program and its arguments: JSON in the variable STARLING_PROGRAM
+    python -I -S reaper.py PARENT OOM_SCORE [reaped]    # the program: JSON in the variable STARLING_PROGRAM
 
-Or it is forked, and forks its program (`node.runtime.fork_server`). Only an ancestor that outlives both peer and worker
-can find every process: the kernel gives it each descendant whose parent has died, even one that has left its session.
-Elsewhere than on Linux it kills the program's process group only. The first line of its output is the program's process
-id. Then it ends as the program ended. SIGTERM ends it at once.
+It is a program of its own, because code between fork and exec (preexec_fn) is unsafe once threads exist; or it is
+forked (`node.runtime.fork_server`). A program that is not reaped takes this process's place. Else this process forks
+it, and waits. Only an ancestor that outlives both peer and worker can find every process: the kernel gives it each
+descendant whose parent has died, even one that has left its session. Elsewhere than on Linux it kills the process group
+only. The first line of its output is the id of the program. Then it ends as the program ended. SIGTERM ends it at
+once.
 
 Source: prctl(2), PR_SET_CHILD_SUBREAPER. Standard library only: it must start fast and stay small.
 """
@@ -44,9 +47,10 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def begin_program(oom_score: str) -> None:
+def _begin_program(oom_score: str) -> None:
     """Begin a session of its own, so that a signal to the program's group does not reach this process."""
-    os.setsid()
+    with suppress(PermissionError):  # it has one already
+        os.setsid()
     die_with_parent()
     if oom_score != "0":
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
@@ -84,7 +88,17 @@ def _kill_descendants() -> None:
             return
 
 
-def supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoReturn:
+def begin(parent: int, oom_score: str, reaped: bool, run: Callable[[], NoReturn]) -> NoReturn:
+    """Run a program. Nothing runs if the parent is another one: it may have died before the kernel was asked."""
+    if reaped:
+        _supervise(parent, oom_score, run)
+    _begin_program(oom_score)
+    if os.getppid() == parent:
+        run()
+    os._exit(1)
+
+
+def _supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoReturn:
     program = 0
 
     def end(number: int = 0, frame: object = None) -> None:
@@ -104,7 +118,7 @@ def supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoRet
     if os.getppid() != parent:
         os._exit(1)
     if not (child := os.fork()):
-        begin_program(oom_score)
+        _begin_program(oom_score)
         run()
     program = child
     signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
@@ -135,4 +149,4 @@ def _end_like(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     command = json.loads(os.environ.pop(PROGRAM))
-    supervise(int(sys.argv[1]), sys.argv[2], lambda: os.execv(command[0], command))
+    begin(int(sys.argv[1]), sys.argv[2], "reaped" in sys.argv, lambda: os.execv(command[0], command))

@@ -140,27 +140,27 @@ class Views:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatParameters:
-    """Trained parameters and gradients as flat float32 vectors, one of each for a fragment of the layout.
+    """Trained parameters and gradients as flat float32 vectors.
 
-    Writing to a vector changes the module: at once where a tensor computes in float32, and with the next `refresh`
+    Writing to one changes the module: at once where a tensor computes in float32, and with the next `refresh`
     where it computes in bfloat16. Such a tensor is a view of `compute`: parameters and gradients in bfloat16.
     """
 
     layout: Layout
-    vectors: tuple[Vector, ...]
-    gradients: tuple[Vector, ...]
+    vector: Vector
+    gradient: Vector
     views: Views
     compute: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def refresh(self) -> None:
         """Round the parameters to the dtype in which the module computes."""
         if self.compute:
-            self.compute[0].copy_(self.vectors[0])
+            self.compute[0].copy_(self.vector)
 
     def collect(self) -> None:
         """Add the gradients of the last backward pass in bfloat16 to the float32 ones, and set them to zero."""
         if self.compute:
-            self.gradients[0].add_(self.compute[1])
+            self.gradient.add_(self.compute[1])
             self.compute[1].zero_()
 
 
@@ -198,7 +198,7 @@ def flatten_parameters(
 ) -> FlatParameters:
     """Move parameters into flat vectors, in their order. Their values do not change.
 
-    Today there is one fragment. Gradients are views as well: fill their vectors with zeros, never set them to None.
+    Gradients are views as well: fill their vector with zeros, never set them to None.
     `views` mends what a user's code does to them.
     """
     parameters = require_trainable(named)
@@ -223,6 +223,6 @@ def flatten_parameters(
         views.append(View(name, parameter, value, slope, is_rounded))
         low = high
     gradients = (gradient, compute[1]) if compute else (gradient,)
-    flat = FlatParameters(layout, (vector,), (gradient,), Views(views, gradients), compute)
+    flat = FlatParameters(layout, vector, gradient, Views(views, gradients), compute)
     flat.refresh()
     return flat

@@ -48,16 +48,16 @@ class Paced:
         if elements < 1 or tokens_per_step < 1:
             raise ValueError(f"a paced task needs elements and tokens, not {elements} and {tokens_per_step}")
         self.layout = Layout(((("paced", (elements,)),),))
-        self.vectors: tuple[Vector, ...] = (allocate(elements),)
+        self.vector: Vector = allocate(elements)
         self.position = 0
         self._seed, self._tokens = seed, tokens_per_step
         for low in range(0, 0 if resume else elements, _PIECE):
-            piece = self.vectors[0][low : low + _PIECE]
+            piece = self.vector[low : low + _PIECE]
             piece.copy_(_noise(low, len(piece), 0))
 
     def step(self, round_number: int, step: int) -> Step:
         """Move the next slice halfway to noise that depends on (seed, round, step). Loss: the slice's mean square."""
-        (vector,) = self.vectors
+        vector = self.vector
         self.position += 1
         key = (self._seed * _PRIME + round_number) * _PRIME + step
         low = key % -(-len(vector) // SLICE) * SLICE  # the next slice, step by step
@@ -69,7 +69,7 @@ class Paced:
         return {}
 
     def evaluate(self) -> float:
-        return float(self.vectors[0][:SLICE].square().mean())
+        return float(self.vector[:SLICE].square().mean())
 
 
 def _noise(low: int, count: int, key: int) -> Vector:

@@ -147,7 +147,7 @@ def _tried(task: OwnTask, batch: Batch, training: bool) -> Findings:
     bystanders, modes = Bystanders(task.module, parameters), [(part, part.training) for part in task.module.modules()]
     copies, flat = bystanders.copy(), flatten_parameters(parameters)
     flat.views.watch(task.module, task.name)
-    (vector,) = flat.vectors
+    vector = flat.vector
     values = vector.clone()
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -26,15 +26,9 @@ BFLOAT16_WIDTH = 192
 """Least width at which bfloat16 is faster, on CPUs that support it: 8.8k tokens/s against 7.7k at 192, slower below."""
 
 
-class ResumableLearner(Learner, Protocol):
-    """A learner whose data can be resumed at `position`: the number of batches drawn so far."""
-
-    position: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    learner: ResumableLearner
+    learner: Learner
     rest_seconds: float = 0.0  # to sleep before each step
     held_out: bytes = b""  # the evaluation sample, if the task has one
     generate: Callable[[bytes, int, float, int], bytes] | None = None  # takes prompt, tokens, temperature, seed

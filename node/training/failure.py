@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 from node.tasks.name import TaskError
 
@@ -81,21 +80,12 @@ class FaultDump:
 
 
 def _place(error: BaseException) -> str:
-    frames = list(_frames(error.__traceback__))
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return "an unknown place"
-    file, line, function = ([each for each in frames if _is_ours(each[0])] or frames)[-1]
-    return f"{function} ({Path(file).name}:{line})"
+    code, line = ([each for each in frames if _is_ours(each[0].co_filename)] or frames)[-1]
+    return f"{code.co_qualname.replace('<locals>.', '')} ({Path(code.co_filename).name}:{line})"
 
 
 def _is_ours(file: str) -> bool:
     return file.startswith(_PROJECT) or not file.startswith((*_LIBRARIES, "<"))
-
-
-def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
-    found = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        found.append((code.co_filename, trace.tb_lineno, code.co_qualname.replace("<locals>.", "")))
-        trace = trace.tb_next
-    return found

@@ -33,31 +33,29 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and ADAPTER not in name and not _INPUT_OR_OUTPUT.search(name)
 
 
-def _placed(layout: Layout, vectors: tuple[Vector, ...]) -> Iterator[tuple[str, tuple[int, ...], Vector, int, int]]:
-    """Each tensor: name, shape, the vector that holds it, and from where to where."""
-    for vector, fragment in zip(vectors, layout.fragments, strict=True):
-        low = 0
-        for name, shape in fragment:
-            high = low + math.prod(shape)
-            yield name, shape, vector, low, high
-            low = high
+def _placed(layout: Layout) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    """Each tensor: name, shape, and its range in the vector."""
+    (tensors,), low = layout.fragments, 0
+    for name, shape in tensors:
+        high = low + math.prod(shape)
+        yield name, shape, low, high
+        low = high
 
 
-def tensor_runs(layout: Layout, vectors: tuple[Vector, ...], included: Included) -> list[Vector]:
-    """The parts of the vectors that hold the included tensors, as few views as possible."""
-    spans: list[tuple[Vector, int, int]] = []
-    for name, shape, vector, low, high in _placed(layout, vectors):
+def tensor_runs(layout: Layout, vector: Vector, included: Included) -> list[Vector]:
+    """The parts of the vector that hold the included tensors, as few views as possible."""
+    spans: list[tuple[int, int]] = []
+    for name, shape, low, high in _placed(layout):
         if low == high or not included(name, shape):
             continue
-        if spans and spans[-1][0] is vector and spans[-1][2] == low:
-            low = spans.pop()[1]
-        spans.append((vector, low, high))
-    return [vector[low:high] for vector, low, high in spans]
+        if spans and spans[-1][1] == low:
+            low = spans.pop()[0]
+        spans.append((low, high))
+    return [vector[low:high] for low, high in spans]
 
 
-def matrices(layout: Layout, vectors: tuple[Vector, ...]) -> list[torch.Tensor]:
-    placed = _placed(layout, vectors)
-    return [vector[low:high].view(shape) for name, shape, vector, low, high in placed if is_hidden_matrix(name, shape)]
+def matrices(layout: Layout, vector: Vector) -> list[torch.Tensor]:
+    return [vector[low:high].view(shape) for name, shape, low, high in _placed(layout) if is_hidden_matrix(name, shape)]
 
 
 class InnerOptimizer:
@@ -67,8 +65,8 @@ class InnerOptimizer:
     """
 
     def __init__(self, flat: FlatParameters, recipe: Recipe) -> None:
-        self._gradients, self._recipe = flat.gradients, recipe
-        self._decayed = tensor_runs(flat.layout, flat.vectors, is_decayed) if recipe.decay == "matrices" else []
+        self._gradient, self._recipe = flat.gradient, recipe
+        self._decayed = tensor_runs(flat.layout, flat.vector, is_decayed) if recipe.decay == "matrices" else []
         muon = recipe.inner_optimizer == "muon"
         self._optimizers = [
             *(_muon(flat, recipe) if muon else ()),
@@ -76,20 +74,17 @@ class InnerOptimizer:
         ]
 
     def clear(self) -> None:
-        """The gradients stay views of their vectors."""
-        for gradient in self._gradients:
-            gradient.zero_()
+        """The gradients stay views of their vector."""
+        self._gradient.zero_()
 
     def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
         """Take the step along the gradients / `divisor`; False, and no change, if they are not finite."""
         if divisor != 1:
-            for gradient in self._gradients:
-                gradient.div_(divisor)
-        norm = math.hypot(*(float(torch.linalg.vector_norm(gradient)) for gradient in self._gradients))
+            self._gradient.div_(divisor)
+        norm = float(torch.linalg.vector_norm(self._gradient))
         if not math.isfinite(norm):
             return False
-        for gradient in self._gradients:
-            gradient.mul_(min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
+        self._gradient.mul_(min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
         rate = self._rate(round_number, step)
         if self._decayed:
             torch._foreach_mul_(self._decayed, 1 - rate * self._recipe.weight_decay)
@@ -119,7 +114,7 @@ class InnerOptimizer:
 
 def _adamw(flat: FlatParameters, recipe: Recipe, included: Included) -> list[torch.optim.Optimizer]:
     # One parameter for each run of tensors: a step is a few passes over it, however many tensors it holds.
-    runs = (tensor_runs(flat.layout, vectors, included) for vectors in (flat.vectors, flat.gradients))
+    runs = (tensor_runs(flat.layout, vector, included) for vector in (flat.vector, flat.gradient))
     parameters = _parameters(*runs)
     decay = _own_decay(recipe)
     if not parameters:
@@ -128,7 +123,7 @@ def _adamw(flat: FlatParameters, recipe: Recipe, included: Included) -> list[tor
 
 
 def _muon(flat: FlatParameters, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    parameters = _parameters(*(matrices(flat.layout, vectors) for vectors in (flat.vectors, flat.gradients)))
+    parameters = _parameters(*(matrices(flat.layout, vector) for vector in (flat.vector, flat.gradient)))
     return [Muon(parameters, recipe.learning_rate, _own_decay(recipe))] if parameters else []
 
 

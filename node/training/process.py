@@ -151,13 +151,10 @@ class WorkerProcess:
             except TimeoutError:
                 seen = usage(self.child.pid)
                 if why := watchdog.look(loop.time(), steps(), seen):
-                    await self._ask_where()
+                    self.child.ask_where()
+                    await asyncio.sleep(_DUMP_SECONDS)
                     self._said = f"{why}{self._where}"
                     raise WorkerGone("" if seen and seen.stopped else self._said) from None
-
-    async def _ask_where(self) -> None:
-        self.child.ask_where()
-        await asyncio.sleep(_DUMP_SECONDS)
 
     async def _next(self) -> dict[str, Any]:
         try:

@@ -21,7 +21,6 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -84,7 +83,7 @@ class RemoteTrainer:
         try:
             worker = self._worker = await WorkerProcess.start(self._spec, self._descriptor)
             self.layout = worker.layout
-            self._shared = Shared(self._descriptor, worker.layout.sizes())
+            self._shared = Shared(self._descriptor, sum(worker.layout.sizes()))
         except BaseException as error:
             os.close(self._descriptor)
             if isinstance(error, OSError):
@@ -133,26 +132,26 @@ class RemoteTrainer:
                 worker.child.send_kill()
                 self._lose(worker)
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
+    async def read(self, into: Vector) -> None:
         async with self._boundary():
-            await self._compute.run(lambda: into.copy_(self._shared.local[fragment]), 4 * len(into))
+            await self._compute.run(lambda: into.copy_(self._shared.local), 4 * len(into))
 
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
         def copy() -> None:
-            shared, measured = self._shared.anchor[fragment], source if anchor is None else anchor
+            shared, measured = self._shared.anchor, source if anchor is None else anchor
             if measured.data_ptr() != shared.data_ptr():
                 shared.copy_(measured)
-            self._shared.local[fragment].copy_(source)
+            self._shared.local.copy_(source)
 
         async with self._boundary():
             self._carried, self._notify_carried = tokens, True
             await self._compute.run(copy, 8 * len(source))
 
-    def anchor(self, fragment: int = 0) -> Vector:
+    def anchor(self) -> Vector:
         """The anchor itself, float32. Its owner may change it between two rounds, and then calls `write`, which copies
         nothing.
         """
-        return self._shared.anchor[fragment]
+        return self._shared.anchor
 
     async def evaluate(self) -> float:
         return float(await self._order({"do": "evaluate"}))
@@ -227,20 +226,18 @@ class RemoteTrainer:
                         **await self._ask(command, on_progress=lambda values: progress(LocalProgress(**values)))
                     )
                     self._carried = work.tokens
-                if self._resting and not cut.is_set():
+                if rests := self._resting and not cut.is_set():
                     progress(replace(work, resting=True))
-                    await self._wait_for_work(begun, cut)
-                elif work.complete and not surplus:
-                    await self._wait_for_cut(begun, cut)
+                if rests or (work.complete and not surplus):
+                    await self._wait(begun, cut, rests)
                 if cut.is_set():
                     return work
 
-    async def _wait_for_work(self, worker: WorkerProcess | None, cut: asyncio.Event) -> None:
-        await self._notifier.until(lambda: not self._resting or cut.is_set() or self._worker is not worker, math.inf)
-
-    async def _wait_for_cut(self, worker: WorkerProcess | None, cut: asyncio.Event) -> None:
-        """The cut comes at the round's deadline at the latest."""
-        await self._notifier.until(lambda: cut.is_set() or self._worker is not worker, math.inf)
+    async def _wait(self, worker: WorkerProcess | None, cut: asyncio.Event, rests: bool) -> None:
+        """Until the cut, which comes at the round's deadline at the latest, another worker or, if it rests, work."""
+        await self._notifier.until(
+            lambda: cut.is_set() or self._worker is not worker or (rests and not self._resting), math.inf
+        )
 
     async def _watch(self, cut: asyncio.Event) -> None:
         await cut.wait()
@@ -307,8 +304,8 @@ class RemoteTrainer:
     async def _reset_local(self, worker: WorkerProcess) -> None:
         """Kill the worker, so that it cannot write any more, and reset the local parameters to the anchor."""
         await worker.child.kill()
-        for local, anchor in zip(self._shared.local, self._shared.anchor, strict=True):
-            await self._compute.run(partial(local.copy_, anchor), 4 * len(anchor))
+        local, anchor = self._shared.local, self._shared.anchor
+        await self._compute.run(lambda: local.copy_(anchor), 4 * len(anchor))
         self._unanswered, self._carried, self._notify_carried = None, 0, True
 
     # -- worker processes ---------------------------------------------------------------------------------------------
@@ -342,8 +339,7 @@ class RemoteTrainer:
                 released = worker is self._ended  # even if the next command has come before its end
                 if not released:
                     self.last_failure = worker.failure or how
-                while self._released:
-                    await self._notifier.reached(lambda: not self._released, asyncio.get_running_loop().time() + 3600.0)
+                await self._notifier.until(lambda: not self._released, math.inf)
                 try:
                     begin = self._supervisor.resume if released else self._supervisor.restart
                     worker = await begin(worker, how)

@@ -124,13 +124,13 @@ class RemoteStage(RemoteTrainer):
         except WorkerGone:
             return NOTHING
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
+    async def read(self, into: Vector) -> None:
         async with self._turns.turn(Priority.WEIGHTS):
-            await super().read(into, fragment)
+            await super().read(into)
 
     async def replace(
         self, source: Vector, anchor: Vector | None, tokens: int, on_replaced: Callable[[], None]
     ) -> None:
         async with self._turns.turn(Priority.WEIGHTS):
-            await super().write(source, 0, anchor, tokens)
+            await super().write(source, anchor, tokens)
             on_replaced()

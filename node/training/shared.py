@@ -1,8 +1,8 @@
 """Vectors that a peer and its worker share: one unnamed file, mapped by both.
 
     one page    counters; both sides read them at any time, and one side writes each
-    local       the local parameters, one vector for each fragment
-    anchor      the outer parameters, one vector for each fragment
+    local       the local parameters
+    anchor      the outer parameters
 
 The peer keeps the file open, so it outlives the worker: the next worker finds the vectors as the last one left them.
 """
@@ -13,7 +13,6 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 
 import torch
 
@@ -34,19 +33,16 @@ def create() -> int:
 class Shared:
     """The mapped file, which is extended as needed (OSError), and may be closed afterwards. Vectors are float32."""
 
-    def __init__(self, descriptor: int, sizes: Sequence[int]) -> None:
-        total = _PAGE_BYTES + 2 * 4 * sum(sizes)
+    def __init__(self, descriptor: int, elements: int) -> None:
+        total = _PAGE_BYTES + 2 * 4 * elements
         self.fresh = os.fstat(descriptor).st_size < total
         if self.fresh:
             os.ftruncate(descriptor, total)
         memory = mmap.mmap(descriptor, total)
         self._numbers = memoryview(memory)[:_PAGE_BYTES].cast("q")
-        vectors, low = [], _PAGE_BYTES
-        for size in (*sizes, *sizes):
-            vectors.append(torch.frombuffer(memory, dtype=torch.float32, count=size, offset=low))
-            low += 4 * size
-        self.local: tuple[Vector, ...] = tuple(vectors[: len(sizes)])
-        self.anchor: tuple[Vector, ...] = tuple(vectors[len(sizes) :])
+        vectors = torch.frombuffer(memory, dtype=torch.float32, count=2 * elements, offset=_PAGE_BYTES)
+        self.local: Vector = vectors[:elements]
+        self.anchor: Vector = vectors[elements:]
 
     @property
     def attention(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,10 +30,8 @@ class StageCompute(Learner, Protocol):
     Gradients of all microbatches since the last step are summed; `step` takes their mean, and clears them.
     """
 
-    position: int  # batches drawn so far, in stage 0
-
-    def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
-        """Compute a job; of an outer kind, with these vectors, if given, instead of its own. Raises `BadPayload`."""
+    def run(self, job: StageJob, outer: Vector | None = None) -> JobResult:
+        """Compute a job; of an outer kind, with this vector, if given, instead of its own. Raises `BadPayload`."""
 
     def discard(self) -> None:
         """Drop the gradients since the last step."""
@@ -125,16 +123,16 @@ class StageLearner:
         resume: bool = False,
     ) -> None:
         flat = flatten(task.module, allocate, resume)
-        self.layout, self.vectors = flat.layout, flat.vectors
+        self.layout, self.vector = flat.layout, flat.vector
         self.position = 0
         self._task, self._codec, self._seed = task, codec, seed
-        self._device = flat.vectors[0].device
+        self._device = flat.vector.device
         self._optimizer = InnerOptimizer(flat, recipe)
         self._accumulated = _Accumulated()
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
+    def run(self, job: StageJob, outer: Vector | None = None) -> JobResult:
         if not job.kind.is_outer:
             return self._run(job)
         with torch.no_grad(), self._using(outer):
@@ -219,13 +217,16 @@ class StageLearner:
         return self._codec.decode(data).to(self._device)
 
     @contextmanager
-    def _using(self, vectors: Sequence[Vector]) -> Iterator[None]:
-        """Compute with these parameters, if any, instead of the learner's own. Nothing is copied."""
+    def _using(self, vector: Vector | None) -> Iterator[None]:
+        """Compute with these parameters, if given, instead of the learner's own. Nothing is copied."""
+        if vector is None:
+            yield
+            return
         parameters, low = list(self._task.module.parameters()), 0
         own = [parameter.data for parameter in parameters]
-        for parameter in parameters if vectors else ():
+        for parameter in parameters:
             high = low + parameter.numel()
-            parameter.data, low = vectors[0][low:high].view(parameter.shape), high
+            parameter.data, low = vector[low:high].view(parameter.shape), high
         try:
             yield
         finally:

@@ -55,7 +55,7 @@ class StageReplica(Protocol):
     async def work(self) -> LocalProgress:
         """The work since the anchor was written."""
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
+    async def read(self, into: Vector) -> None:
         """Copy the local parameters out, between two jobs."""
 
     async def replace(

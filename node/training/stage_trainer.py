@@ -53,10 +53,10 @@ class _StageTrainer:
     async def release(self) -> None:
         await self._replica.release()
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
-        await self._replica.read(into, fragment)
+    async def read(self, into: Vector) -> None:
+        await self._replica.read(into)
 
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
         await self._replica.replace(source, anchor, tokens, self.void)
 
     async def evaluate(self) -> float:

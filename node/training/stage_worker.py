@@ -31,7 +31,7 @@ from node.training.build import Allocate, Job, device_of
 from node.training.shared import Shared
 from node.training.stage_learner import ActivationCodec, StageCompute, StageLearner
 from node.training.stage_replica import StageSeconds
-from node.training.worker import CommandRejected, Worker, as_json, copy_vectors
+from node.training.worker import CommandRejected, Worker, as_json
 from protocols.base import BadPayload, Buffer
 from protocols.pipeline.job import JobKind, StageJob, StageSizes
 
@@ -126,27 +126,21 @@ class StageWorker(Worker):
         self._slots = ActivationSlots(spec.stage.slots, self._sizes)
         self._round = -1
 
-    def carry_out(self, command: dict[str, Any]) -> Any:
-        name = command["do"]
-        commands = {"begin": self._begin, "step": self._step, "work": self._work}
-        carry_out = commands.get(name, self._run if name in _KINDS else None)
-        if carry_out is None:
-            return super().carry_out(command)
-        if "carried" in command:
-            self._take(command["carried"])
+    def carry_out(self, do: str, *, carried: int | None = None, **fields: Any) -> Any:
+        if do in _KINDS:
+            do, fields = "run", fields | {"kind": _KINDS[do]}
         try:
-            return carry_out(command)
+            return super().carry_out(do, carried=carried, **fields)
         except (BadPayload, WrongWeights) as error:
             raise CommandRejected(str(error)) from error
 
-    def _run(self, command: dict[str, Any]) -> dict[str, Any]:
-        kind = _KINDS[command["do"]]
+    def do_run(self, kind: JobKind, number: int, loss: float) -> dict[str, Any]:
         try:
             time.sleep(self._seconds.of(kind))
             if kind is JobKind.DRAW:
                 self._shared.claim(self._learner.position + 1)
             inputs = self._slots.take(map(self._sizes.of, kind.takes))
-            result = self._learner.run(StageJob(kind, inputs, command["number"], command["loss"]), self._anchors)
+            result = self._learner.run(StageJob(kind, inputs, number, loss), self._anchor)
             self._slots.answer(result.payloads)
             return {"given": len(result.payloads), "number": result.number, "loss": result.loss}
         finally:
@@ -155,27 +149,27 @@ class StageWorker(Worker):
 
     # -- the weights --------------------------------------------------------------------------------------------------
 
-    def _begin(self, command: dict[str, Any]) -> dict[str, Any]:
-        self._round = command["round"]
-        self._local_training.begin(self._round)
+    def do_begin(self, round: int) -> dict[str, Any]:
+        self._round = round
+        self._local_training.begin(round)
         return as_json(self._local_training.work())
 
-    def _step(self, command: dict[str, Any]) -> tuple[bool, int, dict[str, Any] | None]:
+    def do_step(self, round: int, seconds: float) -> tuple[bool, int, dict[str, Any] | None]:
         local_training = self._local_training
-        if command["round"] != self._round:  # this worker has replaced the one that began the round
-            self._begin(command)
+        if round != self._round:  # this worker has replaced the one that began the round
+            self.do_begin(round)
         local_training.step()
-        local_training.spend(command["seconds"])
+        local_training.spend(seconds)
         due = local_training.due()
         return local_training.complete, local_training.tokens, as_json(local_training.work()) if due else None
 
-    def _work(self, command: dict[str, Any]) -> dict[str, Any]:
+    def do_work(self) -> dict[str, Any]:
         if self._apart:
-            copy_vectors(self._local_training.learner.vectors, self._shared.local)
+            self._shared.local.copy_(self._local_training.learner.vector)
         return as_json(self._local_training.work())
 
     def _take(self, carried: int) -> None:
-        """The peer has written the vectors: what was accumulated belongs to the old ones."""
+        """The peer has written the parameters: what was accumulated belongs to the old ones."""
         super()._take(carried)
         self._learner.discard()
 

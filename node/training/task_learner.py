@@ -45,16 +45,16 @@ class TaskLearner:
         flat.views.watch(task.module, getattr(task, "name", ""))
         self._bystanders = None if self._extra_names is None else Bystanders(task.module, parameters)
         self.layout = Layout((flat.layout.fragments[0] + self._extra.fragment,))
-        self.vectors: tuple[Vector, ...] = (self._extra.vector,)
+        self.vector: Vector = self._extra.vector
         self.position = 0  # batches drawn so far: with the seed, enough to resume the data
         self._task, self._recipe, self._seed = task, recipe, seed
         self._by_token = recipe.mean == "token"
         if self._by_token:
             task.module.train()  # all of it: parts may be in eval mode while the module itself is not
-        if recipe.inner_optimizer == "muon" and not matrices(flat.layout, flat.vectors):
+        if recipe.inner_optimizer == "muon" and not matrices(flat.layout, flat.vector):
             raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
         self._optimizer = InnerOptimizer(flat, recipe)
-        self._precision = torch.autocast(self.vectors[0].device.type, autocast, enabled=autocast is not None)
+        self._precision = torch.autocast(self.vector.device.type, autocast, enabled=autocast is not None)
 
     def step(self, round_number: int, step: int) -> Step:
         """Take one optimiser step over `recipe.batches` batches; skip it if the gradient is not finite."""

@@ -20,15 +20,15 @@ from protocols.aio import Notifier, run_with_helper
 from protocols.base import Layout, LocalProgress, Vector
 
 _PIECE = 1 << 18
-LOOK_SECONDS = 3600.0
-"""The gate is looked at again after this time at the latest."""
 
 
 class Learner(Protocol):
-    """Takes inner steps, which change its vectors in place: one flat vector for each fragment of the layout."""
+    """Takes inner steps, which change its vector in place: all that is trained, flat, in the order of the layout."""
 
     layout: Layout
-    vectors: tuple[Vector, ...]
+    vector: Vector
+    position: int
+    """Batches drawn so far. Data can be resumed there."""
 
     def step(self, round_number: int, step: int) -> Step:
         """Take inner step `step` (from 0) of a round. Surplus steps continue the count beyond the inner steps."""
@@ -43,15 +43,15 @@ class Learner(Protocol):
 class LocalTraining:
     """One learner's work since its anchor was last written, and the anchor itself: twice the parameters in memory.
 
-    `inner_steps` (H) complete a round. Without `anchors`, the anchor is a copy of the present parameters.
+    `inner_steps` (H) complete a round. By default, the anchor is a copy of the present parameters.
     """
 
-    def __init__(self, learner: Learner, inner_steps: int, anchors: tuple[Vector, ...] | None = None) -> None:
+    def __init__(self, learner: Learner, inner_steps: int, anchor: Vector | None = None) -> None:
         if inner_steps < 1:
             raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
         self.learner = learner
         self._inner_steps = inner_steps
-        self.anchors = tuple(vector.clone() for vector in learner.vectors) if anchors is None else anchors
+        self.anchor = learner.vector.clone() if anchor is None else anchor
         self._round, self._steps = -1, 0
         self._step_seconds = 0.0
         self.reset(0)
@@ -101,19 +101,19 @@ class LocalTraining:
             carried=self._carried,
         )
 
-    def read(self, into: Vector, fragment: int = 0) -> None:
-        into.copy_(self.learner.vectors[fragment])
+    def read(self, into: Vector) -> None:
+        into.copy_(self.learner.vector)
 
-    def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+    def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the parameters and their anchor. To keep `tokens` of uncounted work, `source` is the anchor minus
         that work.
         """
-        self.learner.vectors[fragment].copy_(source)
-        self.anchors[fragment].copy_(source if anchor is None else anchor)
+        self.learner.vector.copy_(source)
+        self.anchor.copy_(source if anchor is None else anchor)
         self.reset(tokens)
 
     def reset(self, carried: int) -> None:
-        """The vectors' owner has written them, and they contain `carried` tokens of work."""
+        """The parameters were written, and contain `carried` tokens of work."""
         self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
         self._reported = 0
 
@@ -124,22 +124,20 @@ class LocalTraining:
     @contextmanager
     def outer(self) -> Iterator[None]:
         """Give the learner the outer parameters (the anchor) inside the context; then restore its own."""
-        kept = [vector.clone() for vector in self.learner.vectors]
-        for vector, anchor in zip(self.learner.vectors, self.anchors, strict=True):
-            vector.copy_(anchor)
+        vector = self.learner.vector
+        local = vector.clone()
+        vector.copy_(self.anchor)
         try:
             yield
         finally:
-            for vector, local in zip(self.learner.vectors, kept, strict=True):
-                vector.copy_(local)
+            vector.copy_(local)
 
     def _norm(self) -> float:
         """L2 norm of the pseudo-gradient, in pieces that fit into the cache; squares are summed in float64."""
         squares = 0.0
-        for anchor, local in zip(self.anchors, self.learner.vectors, strict=True):
-            for low in range(0, len(anchor), _PIECE):
-                piece = anchor[low : low + _PIECE] - local[low : low + _PIECE]
-                squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
+        for low in range(0, len(self.anchor), _PIECE):
+            piece = self.anchor[low : low + _PIECE] - self.learner.vector[low : low + _PIECE]
+            squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
         return math.sqrt(squares)
 
 
@@ -161,9 +159,4 @@ class RestGate:
             await cut.wait()
             self._changed.notify()
 
-        async def wait() -> None:
-            while self.resting and not cut.is_set():
-                deadline = asyncio.get_running_loop().time() + LOOK_SECONDS
-                await self._changed.reached(lambda: not self.resting or cut.is_set(), deadline)
-
-        await run_with_helper(wait(), watch())
+        await run_with_helper(self._changed.until(lambda: not self.resting or cut.is_set(), math.inf), watch())

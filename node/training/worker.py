@@ -65,7 +65,7 @@ class CommandRejected(Exception):
 class Worker:
     """Carries out commands on one job, with vectors that are shared with the peer.
 
-    On a device other than the CPU the learner has its own vectors. They are copied from the shared ones before a
+    On a device other than the CPU the learner has a vector of its own. It is copied from the shared one before a
     command with `carried`, and back after training.
     """
 
@@ -74,13 +74,12 @@ class Worker:
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         self._job, self._shared, self._tell = job, shared, tell
         self._batches = spec.recipe.batches
-        self._apart = job.learner.vectors[0].device.type != "cpu"
+        self._apart = job.learner.vector.device.type != "cpu"
         if shared.fresh:
-            for vector, local, anchor in zip(job.learner.vectors, shared.local, shared.anchor, strict=True):
-                local.copy_(vector)
-                anchor.copy_(vector)
-        self._anchors = tuple(map(torch.empty_like, job.learner.vectors)) if self._apart else shared.anchor
-        self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchors)
+            shared.local.copy_(job.learner.vector)
+            shared.anchor.copy_(job.learner.vector)
+        self._anchor = torch.empty_like(job.learner.vector) if self._apart else shared.anchor
+        self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchor)
         self._take(0)
         job.learner.position = shared.position
         self._parent = os.getppid()
@@ -92,30 +91,19 @@ class Worker:
             self._tuner.begin(shared.threads)
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
 
-    def carry_out(self, command: dict[str, Any]) -> Any:
-        if "carried" in command:
-            self._take(command["carried"])
-        match command["do"]:
-            case "train":
-                return self._train(command["round"], command["begin"], command["surplus"])
-            case "evaluate":
-                return self._local_training.evaluate()
-            case "held_out":
-                return base64.b64encode(self._job.held_out).decode()
-            case "pins":
-                return self._pins()
-            case "generate":
-                return self._generate(command)
-            case "save":
-                return self._save(Path(command["path"]))
-            case "load":
-                return self._load(command["path"], command["position"], command["threads"])
-        raise CommandRejected(f"no command {command['do']!r}")
+    def carry_out(self, do: str, *, carried: int | None = None, **fields: Any) -> Any:
+        """Call the method of a command, which is named after it, with the command's fields."""
+        command = getattr(self, f"do_{do}", None)
+        if command is None:
+            raise CommandRejected(f"no command {do!r}")
+        if carried is not None:
+            self._take(carried)
+        return command(**fields)
 
-    def _train(self, round_number: int, begin: bool, surplus: bool) -> dict[str, Any]:
+    def do_train(self, round: int, begin: bool, surplus: bool) -> dict[str, Any]:
         local_training, shared = self._local_training, self._shared
         if begin:
-            local_training.begin(round_number)
+            local_training.begin(round)
             self._tell("progress", as_json(local_training.work()))
         mark = time.perf_counter()
         while not shared.attention and os.getppid() == self._parent and (surplus or not local_training.complete):
@@ -136,7 +124,7 @@ class Worker:
             if local_training.due():
                 self._tell("progress", as_json(local_training.work()))
         if self._apart:
-            copy_vectors(local_training.learner.vectors, shared.local)
+            shared.local.copy_(local_training.learner.vector)
         return as_json(local_training.work())
 
     def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
@@ -156,17 +144,23 @@ class Worker:
 
     def _take(self, carried: int) -> None:
         if self._apart:
-            copy_vectors(self._shared.local, self._local_training.learner.vectors)
-            copy_vectors(self._shared.anchor, self._anchors)
+            self._local_training.learner.vector.copy_(self._shared.local)
+            self._anchor.copy_(self._shared.anchor)
         self._local_training.reset(carried)
 
-    def _save(self, path: Path) -> int:
+    def do_evaluate(self) -> float:
+        return self._local_training.evaluate()
+
+    def do_held_out(self) -> str:
+        return base64.b64encode(self._job.held_out).decode()
+
+    def do_save(self, path: str) -> int:
         try:
-            return tensors.write(path, self._job.learner.moments(), {"format": "starling inner state 1"})
+            return tensors.write(Path(path), self._job.learner.moments(), {"format": "starling inner state 1"})
         except OSError as error:
             raise CommandRejected(f"the inner state cannot be written: {error.strerror or error}") from error
 
-    def _load(self, path: str | None, position: int, threads: int) -> None:
+    def do_load(self, path: str | None, position: int, threads: int) -> None:
         try:
             if path is not None and tensors.names(Path(path)):
                 tensors.read(Path(path), self._job.learner.moments(make=True))
@@ -180,27 +174,21 @@ class Worker:
             self._tuner.begin(threads)
             self._compute_with(self._tuner.threads)
 
-    def _pins(self) -> dict[str, Any]:
+    def do_pins(self) -> dict[str, Any]:
         if self._job.pins is None:
             raise CommandRejected("this task has no model of its own")
         loss = self._local_training.evaluate() if self._job.held_out else math.nan
         return asdict(self._job.pins) | {"base_loss": loss if math.isfinite(loss) else None}
 
-    def _generate(self, command: dict[str, Any]) -> str:
+    def do_generate(self, prompt: str, tokens: int, temperature: float, seed: int) -> str:
         if self._job.generate is None:
             raise CommandRejected("this task generates no text")
-        prompt = base64.b64decode(command["prompt"])
         with self._local_training.outer():
             try:
-                text = self._job.generate(prompt, command["tokens"], command["temperature"], command["seed"])
+                text = self._job.generate(base64.b64decode(prompt), tokens, temperature, seed)
             except ValueError as error:
                 raise CommandRejected(first_line(error)) from error
         return base64.b64encode(text).decode()
-
-
-def copy_vectors(sources: tuple[Vector, ...], targets: tuple[Vector, ...]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
 
 
 def as_json(work: LocalProgress) -> dict[str, Any]:
@@ -218,12 +206,12 @@ def _start(
     kept: list[Shared] = []
 
     def allocate(elements: int) -> Vector:
-        kept.append(Shared(memory, (elements,)))
-        return kept[0].local[0]
+        kept.append(Shared(memory, elements))
+        return kept[0].local
 
     resume = os.fstat(memory).st_size > 0
     job = kind.build(spec, allocate, resume)
-    shared = kept[0] if kept else Shared(memory, job.learner.layout.sizes())
+    shared = kept[0] if kept else Shared(memory, sum(job.learner.layout.sizes()))
     answer = {"layout": job.learner.layout.fragments, "timeout_seconds": job.timeout_seconds}
     return kind(job, shared, spec, tell), answer
 
@@ -254,7 +242,7 @@ def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[s
     """The answer's word and value. `told` is as for `report`."""
     name = command["do"]
     try:
-        return "done", worker.carry_out(command)
+        return "done", worker.carry_out(**command)
     except CommandRejected as error:
         return "refused", str(error)
     except BaseException as error:  # noqa: BLE001 - a worker's boundary, as in `serve`

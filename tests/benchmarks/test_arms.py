@@ -33,7 +33,7 @@ def test_data_parallel_with_one_peer_equals_plain_training() -> None:
     pooled.among([0])
     for step in range(2):
         assert pooled.step(0, step).loss == plain.step(0, step).loss
-    assert torch.equal(pooled.vectors[0], plain.vectors[0])
+    assert torch.equal(pooled.vector, plain.vector)
 
 
 def test_rate_changes_run_name_and_step_length() -> None:
@@ -43,9 +43,9 @@ def test_rate_changes_run_name_and_step_length() -> None:
     moved = []
     for each in (one, half):
         member = LabMember(each.run, 0)
-        before = member.vectors[0].clone()
+        before = member.vector.clone()
         member.step(0, 0)
-        moved.append(float((member.vectors[0] - before).norm()))
+        moved.append(float((member.vector - before).norm()))
     assert moved[1] == pytest.approx(moved[0] / 2, rel=0.01)
 
 

@@ -166,13 +166,13 @@ class FailpointTrainer(RemoteTrainer):
         self._trace.point("trained")
         return work
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
+    async def read(self, into: Vector) -> None:
         self._trace.point("read")
-        await super().read(into, fragment)
+        await super().read(into)
 
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
         self._trace.point("write")
-        await super().write(source, fragment, anchor, tokens)
+        await super().write(source, anchor, tokens)
 
     async def evaluate(self) -> float:
         self._trace.point("evaluate")

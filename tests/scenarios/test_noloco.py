@@ -23,9 +23,9 @@ class Walked(Wander):
         self.far = torch.zeros(elements, dtype=torch.float64)
 
     def step(self, round_number: int, step: int) -> object:  # type: ignore[override]
-        before = self.vectors[0].double()
+        before = self.vector.double()
         done = super().step(round_number, step)
-        self.far += self.vectors[0].double() - before
+        self.far += self.vector.double() - before
         return done
 
 

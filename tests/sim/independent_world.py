@@ -63,10 +63,10 @@ class Wander(Paced):
     def __init__(self, elements: int, seed: int, tokens_per_step: int) -> None:
         super().__init__(elements, seed, tokens_per_step)
         self._generator = torch.Generator()
-        self.vectors[0].mul_(0.5).add_(1.0)
+        self.vector.mul_(0.5).add_(1.0)
 
     def step(self, round_number: int, step: int) -> Step:
-        (vector,) = self.vectors
+        vector = self.vector
         # A generator takes a seed of 64 bits.
         self._generator.manual_seed(((self._seed * 1_000_003 + round_number) * 1_000_003 + step) % (1 << 64))
         noise = torch.rand(len(vector), generator=self._generator)

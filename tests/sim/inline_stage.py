@@ -33,7 +33,7 @@ class InlineStage:
 
     async def run(self, job: StageJob) -> JobResult:
         await asyncio.sleep(self.seconds.of(job.kind))
-        return self.compute.run(job, self.local_training.anchors)
+        return self.compute.run(job, self.local_training.anchor)
 
     # -- the weights --------------------------------------------------------------------------------------------------
 
@@ -56,15 +56,15 @@ class InlineStage:
     async def work(self) -> LocalProgress:
         return self.local_training.work()
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
+    async def read(self, into: Vector) -> None:
         async with self.turns.turn(Priority.WEIGHTS):
-            self.local_training.read(into, fragment)
+            self.local_training.read(into)
 
     async def replace(
         self, source: Vector, anchor: Vector | None, tokens: int, on_replaced: Callable[[], None]
     ) -> None:
         async with self.turns.turn(Priority.WEIGHTS):
-            self.local_training.write(source, 0, anchor, tokens)
+            self.local_training.write(source, anchor, tokens)
             self.compute.discard()
             on_replaced()
 

@@ -56,11 +56,11 @@ class InlineTrainer:
                 progress(local_training.work())
         return local_training.work()
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
-        self.local_training.read(into, fragment)
+    async def read(self, into: Vector) -> None:
+        self.local_training.read(into)
 
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        self.local_training.write(source, fragment, anchor, tokens)
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+        self.local_training.write(source, anchor, tokens)
 
     async def evaluate(self) -> float:
         return self.local_training.evaluate()

@@ -15,11 +15,11 @@ class LinearLearner:
 
     def __init__(self) -> None:
         self.layout = Layout(((("slope", (ELEMENTS,)),),))
-        self.vectors: tuple[Vector, ...] = (torch.ones(ELEMENTS),)
+        self.vector: Vector = torch.ones(ELEMENTS)
         self.step_size = STEP
 
     def step(self, round_number: int, step: int) -> Step:
-        self.vectors[0].sub_(self.step_size)
+        self.vector.sub_(self.step_size)
         return Step(2.5, TOKENS)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:

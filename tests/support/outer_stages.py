@@ -60,13 +60,13 @@ class _Replica:
         self.learner = StageLearner(self.task, RECIPE, self.codec, SEED)
         self.inline = _Counted(self.learner, RECIPE.inner_steps, StageSeconds(outer=JOB_SECONDS))
         self.local_training = self.inline.local_training
-        noise = torch.randn(self.learner.vectors[0].shape, generator=torch.Generator().manual_seed(stage))
-        self.learner.vectors[0].add_(0.1 * noise)
+        noise = torch.randn(self.learner.vector.shape, generator=torch.Generator().manual_seed(stage))
+        self.learner.vector.add_(0.1 * noise)
 
     def state(self) -> list[object]:
         """All that training continues from, in a form that can be compared."""
         learner = self.learner
-        tensors = [*learner.vectors, *learner._optimizer._gradients, *self.local_training.anchors]
+        tensors = [learner.vector, learner._optimizer._gradient, self.local_training.anchor]
         counts = astuple(learner._accumulated), learner.position, repr(self.local_training.work())
         return [*(tensor.numpy().tobytes() for tensor in tensors), *counts]
 

@@ -126,11 +126,11 @@ class WatchedTrainer(InlineTrainer):
 
     @property
     def local(self) -> Vector:
-        return self.local_training.learner.vectors[0]
+        return self.local_training.learner.vector
 
-    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
         self.written.append(source.clone())
-        await super().write(source, fragment, anchor, tokens)
+        await super().write(source, anchor, tokens)
 
 
 class Peer:

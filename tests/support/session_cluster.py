@@ -164,7 +164,7 @@ class SessionPeer:
         return self.chain
 
     def outer_state(self, host: Host) -> OuterState:
-        return OuterState(self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5), host.compute)
+        return OuterState(self.trainer.local_training.learner.vector.clone(), OuterSGD(0.9, 0.5), host.compute)
 
     def stack(self, host: Host, settings: Settings) -> tuple[Any, Any]:
         """The outer loop and its state sync."""

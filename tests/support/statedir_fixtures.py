@@ -66,7 +66,7 @@ def keep_checkpoint(
 ) -> Checkpoint:
     """Write a checkpoint of the module, and a report of the round before it. The lineage defaults to a made-up one."""
     flat = flatten(module)
-    (vector,), lineage = flat.vectors, lineage or bytes([round_number]) * 32
+    vector, lineage = flat.vector, lineage or bytes([round_number]) * 32
     draft = directory / "checkpoints" / f".draft-{round_number}"
     draft.mkdir(parents=True)
     start = outer_header(flat.layout.sizes(), round_number, lineage)

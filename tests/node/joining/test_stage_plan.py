@@ -31,7 +31,7 @@ def test_plan_describes_what_every_peer_of_a_stage_builds() -> None:
     assert made == plan(CONFIG) and len(made.table.splitlines()) == 4
     for stage, entry in enumerate(made.entries):
         flat = flatten(GptStage(GPT.shape, made.bounds[stage], made.bounds[stage + 1], CONFIG.seed))
-        assert len(flat.vectors[0]) == made.elements[stage] and layout_digest(flat.layout) == entry.layout
+        assert len(flat.vector) == made.elements[stage] and layout_digest(flat.layout) == entry.layout
     assert plan(replace(CONFIG, seed=6)).entries[0].state_root != made.entries[0].state_root
 
 

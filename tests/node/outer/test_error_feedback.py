@@ -139,11 +139,11 @@ class Waves:
 
     def __init__(self) -> None:
         self.layout = Layout(((("waves", (WIDE,)),),))
-        self.vectors: tuple[Vector, ...] = (torch.ones(WIDE),)
+        self.vector: Vector = torch.ones(WIDE)
 
     def step(self, round_number: int, step: int) -> Step:
         wave = torch.arange(WIDE) * (7 * round_number + step + 3) % 1009
-        self.vectors[0].sub_(wave.float() * 2**-10)
+        self.vector.sub_(wave.float() * 2**-10)
         return Step(1.0, 100)
 
     def evaluate(self) -> float:

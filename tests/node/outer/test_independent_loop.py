@@ -41,7 +41,7 @@ def test_single_peer_steps_by_itself() -> None:
     theta, velocity = stepped(2)
     assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.state.velocity, velocity)
     assert [first.outcome, second.outcome] == ["skipped", "skipped"]
-    assert holds(peer.learner.vectors[0], theta), "the trainer goes on from the new state"
+    assert holds(peer.learner.vector, theta), "the trainer goes on from the new state"
     assert (first.peers, first.spread, first.tokens) == ((), 0.0, 400)
 
 
@@ -61,7 +61,7 @@ def test_state_after_own_step_is_averaged_and_replaced() -> None:
     brought = peer.averager.brought[0]
     assert holds(brought[0], theta) and holds(brought[1], velocity)
     assert holds(peer.outer_loop.anchor, theta / 2) and holds(peer.outer_loop.state.velocity, velocity / 2)
-    assert holds(peer.learner.vectors[0], theta / 2)
+    assert holds(peer.learner.vector, theta / 2)
     assert (report.outcome, report.peers, report.messages) == ("committed", ("cora",), ("cora/1",))
     assert (report.half_exchanges, report.mass_drift, report.bytes_sent) == (2, 0.25, 7)
 
@@ -98,7 +98,7 @@ def test_diverged_work_is_left_out(step_size: float) -> None:
     peer = IndependentPeer(Script())
     peer.learner.step_size = step_size
     (report,) = peer.play()
-    assert holds(peer.outer_loop.anchor, 1.0) and holds(peer.learner.vectors[0], 1.0)
+    assert holds(peer.outer_loop.anchor, 1.0) and holds(peer.learner.vector, 1.0)
     assert report.finite and "not finite" in report.blamed["anna"]
     assert peer.averager.works[0].tokens == 0
 
@@ -267,7 +267,7 @@ def test_truncated_state_download_changes_nothing() -> None:
     theta, velocity = stepped(1)
     assert report.outcome == "undecided" and peer.outer_loop.key.round == 1
     assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.state.velocity, velocity)
-    assert holds(peer.learner.vectors[0], theta)
+    assert holds(peer.learner.vector, theta)
 
 
 def test_adopting_anothers_state_drops_own_snapshots() -> None:

@@ -61,7 +61,7 @@ def test_single_peer_steps_by_its_own_work() -> None:
     first, second = peer.play(2)
     state = stepped(1.0, 0.0, own(1.0))
     assert stands(peer, stepped(*state, own(state[0])))
-    assert holds(peer.learner.vectors[0], float(peer.outer_loop.anchor[0])), "the trainer goes on from the new state"
+    assert holds(peer.learner.vector, float(peer.outer_loop.anchor[0])), "the trainer goes on from the new state"
     assert [first.outcome, second.outcome] == ["skipped", "skipped"]
 
 

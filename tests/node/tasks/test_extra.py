@@ -62,7 +62,7 @@ def learner(task: Normed, seed: int = 1) -> tuple[TaskLearner, list[str]]:
 
 
 def held(made: TaskLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in named_tensors(made.layout.fragments[0], made.vectors[0])}
+    return {name: tensor.clone() for name, tensor in named_tensors(made.layout.fragments[0], made.vector)}
 
 
 def test_try_out_finds_what_training_changes_and_undoes_it() -> None:
@@ -96,9 +96,7 @@ def test_constant_module_keeps_its_layout() -> None:
     task = Normed()
     task.loss = lambda x, y: task.module.first(x).square().mean()  # type: ignore[method-assign]
     made, _ = learner(task)
-    assert trained_elements(made.layout) == len(made.vectors[0]) == 3 * 5 + 5 + 10 + 6 and not extra_elements(
-        made.layout
-    )
+    assert trained_elements(made.layout) == len(made.vector) == 3 * 5 + 5 + 10 + 6 and not extra_elements(made.layout)
 
 
 def test_evaluation_takes_the_outer_statistics() -> None:
@@ -115,18 +113,18 @@ def test_evaluation_takes_the_outer_statistics() -> None:
     other.step(0, 0)
     made.step(0, 1)
     other.step(0, 1)
-    assert torch.equal(made.vectors[0], other.vectors[0])
+    assert torch.equal(made.vector, other.vector)
 
 
 def test_skipped_step_leaves_no_trace_in_statistics() -> None:
     task = Normed()
     made, _ = learner(task)
     made.step(0, 0)
-    before = made.vectors[0].clone()
+    before = made.vector.clone()
     task.scale = float("nan")
-    assert made.step(0, 1).tokens == 0 and torch.equal(made.vectors[0], before)
+    assert made.step(0, 1).tokens == 0 and torch.equal(made.vector, before)
     task.scale = 1.0
-    assert made.step(0, 2).tokens == 16 and bool(made.vectors[0].isfinite().all())
+    assert made.step(0, 2).tokens == 16 and bool(made.vector.isfinite().all())
 
 
 def test_extra_method_names_what_is_averaged() -> None:

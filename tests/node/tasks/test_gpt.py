@@ -70,12 +70,12 @@ def test_gpt_equals_a_naive_llama() -> None:
 
 def test_initial_weights_depend_only_on_the_seed() -> None:
     torch.manual_seed(1)
-    first = flatten(Gpt(SMALL, seed=5)).vectors[0]
+    first = flatten(Gpt(SMALL, seed=5)).vector
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    assert torch.equal(first, flatten(Gpt(SMALL, seed=5)).vectors[0])
+    assert torch.equal(first, flatten(Gpt(SMALL, seed=5)).vector)
     assert torch.equal(before, torch.get_rng_state())
-    assert not torch.equal(first, flatten(Gpt(SMALL, seed=6)).vectors[0])
+    assert not torch.equal(first, flatten(Gpt(SMALL, seed=6)).vector)
 
 
 def test_flatten_rejects_unsupported_modules() -> None:
@@ -91,7 +91,7 @@ def test_tied_parameters_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     flat = flatten(model)
-    flat.vectors[0].fill_(2)
+    flat.vector.fill_(2)
     assert flat.layout.sizes() == (9,)
     assert torch.equal(model[1].weight.detach(), torch.full((3, 3), 2.0))
 

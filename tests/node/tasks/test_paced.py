@@ -9,7 +9,7 @@ from node.tasks.paced import SLICE, Paced
 
 
 def digest(task: Paced) -> str:
-    return hashlib.sha256(bytes(task.vectors[0].view(torch.uint8).tolist())).hexdigest()[:16]
+    return hashlib.sha256(bytes(task.vector.view(torch.uint8).tolist())).hexdigest()[:16]
 
 
 def walk(seed: int, elements: int = 3 * SLICE + 5, steps: int = 10) -> Paced:
@@ -28,7 +28,7 @@ def test_walk_depends_only_on_its_inputs() -> None:
     for seed, number, step in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]:
         task = Paced(100, seed)
         done = task.step(number, step)
-        assert done.loss == pytest.approx(float(task.vectors[0].square().mean())) and done.tokens == 1024
+        assert done.loss == pytest.approx(float(task.vector.square().mean())) and done.tokens == 1024
         moves.add(digest(task))
     assert len(moves) == 4
 
@@ -42,7 +42,7 @@ def test_bad_values_give_one_line_error() -> None:
 
 def test_walk_resumes_from_a_given_vector() -> None:
     task = Paced(1000, seed=1, allocate=lambda elements: torch.full((elements,), 0.5), resume=True)
-    assert task.vectors[0].eq(0.5).all() and task.position == 0
+    assert task.vector.eq(0.5).all() and task.position == 0
     task.step(0, 0)
     assert task.position == 1
     filled = Paced(1000, seed=1, allocate=lambda elements: torch.full((elements,), 0.5))

@@ -93,7 +93,7 @@ def test_documented_example_is_short_and_learns(directory: Path) -> None:
     with torch.random.fork_rng():
         learner, other = build(spec, torch.empty, False).learner, build(spec, torch.empty, False).learner
     assert learner.layout.sizes() == (64 * 16 + 16 + 16 * 10 + 10,)
-    assert torch.equal(learner.vectors[0], other.vectors[0]), "torch's generator was seeded"
+    assert torch.equal(learner.vector, other.vector), "torch's generator was seeded"
     before = learner.evaluate()
     tokens = sum(learner.step(step // 10, step % 10).tokens for step in range(60))
     assert tokens == 60 * 32 and before > 2 and learner.evaluate() < 0.8 * before
@@ -219,7 +219,7 @@ def trained(name: str, batches: int) -> torch.Tensor:
     for step in range(3):
         assert learner.step(0, step).tokens
         assert math.isfinite(learner.evaluate())
-    return learner.vectors[0]
+    return learner.vector
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -271,7 +271,7 @@ def test_task_may_change_torchs_default_dtype(module: Callable[[str], str]) -> N
     try:
         with torch.random.fork_rng():
             learner = build(WorkerSpec(OwnValues(name), RECIPE, 3, device="cpu"), allocate, False).learner
-        assert learner.step(0, 0).tokens and learner.vectors[0].dtype == torch.float32
+        assert learner.step(0, 0).tokens and learner.vector.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -95,9 +95,9 @@ async def test_stages_in_workers_compute_what_they_do_without(text: Path) -> Non
                 complete, work = await remote.step(0, admission.next_epoch)
                 assert not complete and (work is None or work.tokens == (step + 1) * RECIPE.batches * ROWS * 16)
         for remote, here in zip(remotes, locals_, strict=True):
-            vector = torch.empty_like(here.vectors[0])
+            vector = torch.empty_like(here.vector)
             await remote.read(vector)
-            assert torch.equal(vector, here.vectors[0]) and not torch.equal(vector, remote.anchor())
+            assert torch.equal(vector, here.vector) and not torch.equal(vector, remote.anchor())
             assert (await remote.work()).tokens == 2 * RECIPE.batches * ROWS * 16
         assert remotes[0].position == 4
 

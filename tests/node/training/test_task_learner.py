@@ -77,7 +77,7 @@ def test_any_split_gives_the_same_gradient(split: list[int], rows: list[int]) ->
         learner = TaskLearner(Masked(parts, rows), replace(RECIPE, batches=len(parts)), seed=0)
         learner._accumulate()
         count = 8 * 13 - sum(rows)
-        gradients.append(learner._flat.gradients[0] / count)
+        gradients.append(learner._flat.gradient / count)
         learner.position = 0
         assert learner.step(0, 0).tokens == count
     whole, divided = gradients
@@ -86,9 +86,9 @@ def test_any_split_gives_the_same_gradient(split: list[int], rows: list[int]) ->
 
 def test_step_without_targets_is_skipped() -> None:
     learner = TaskLearner(Masked([1, 1], [13, 13]), replace(RECIPE, batches=2), seed=0)
-    before = learner.vectors[0].clone()
+    before = learner.vector.clone()
     assert learner.step(0, 0).tokens == 0 and learner.position == 2
-    assert torch.equal(before, learner.vectors[0])
+    assert torch.equal(before, learner.vector)
 
 
 def test_decay_spares_norms_biases_and_adapters() -> None:
@@ -98,7 +98,7 @@ def test_decay_spares_norms_biases_and_adapters() -> None:
     module.lora_A = nn.Linear(3, 2, bias=False)
     module.last = nn.Linear(3, 1, bias=False)
     flat = flatten(module)
-    for view in tensor_runs(flat.layout, flat.vectors, is_decayed):
+    for view in tensor_runs(flat.layout, flat.vector, is_decayed):
         view.fill_(7.0)
     touched = {name for name, parameter in module.named_parameters() if bool((parameter == 7).all())}
     assert touched == {"first.weight", "last.weight"}
@@ -125,7 +125,7 @@ def test_decay_equals_torchs_groups(decay: str | None) -> None:
             group["lr"] = recipe.rate(step)
         plain.step()
     expected = torch.cat([each.detach().flatten() for _, each in named])
-    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-5, atol=1e-6)  # of steps of 1e-2
+    torch.testing.assert_close(learner.vector, expected, rtol=1e-5, atol=1e-6)  # of steps of 1e-2
 
 
 @pytest.mark.parametrize("decay", ["matrices", None])
@@ -147,9 +147,9 @@ def test_muon_trains_hidden_matrices_and_continues_from_its_moments(
     for step in range(4):
         if step == 2:
             saved = {name: tensor.clone() for name, tensor in learner.moments().items()}
-            values = learner.vectors[0].clone()
+            values = learner.vector.clone()
             learner = TaskLearner(Layered(), recipe, seed=0)
-            learner.vectors[0].copy_(values)
+            learner.vector.copy_(values)
             for name, tensor in learner.moments(make=True).items():
                 tensor.copy_(saved.pop(name))
             assert not saved
@@ -162,7 +162,7 @@ def test_muon_trains_hidden_matrices_and_continues_from_its_moments(
         muon.step()
         adamw.step()
     expected = torch.cat([each.detach().flatten() for each in twin.module.parameters()])
-    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(learner.vector, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -191,17 +191,17 @@ def test_muon_needs_a_hidden_matrix() -> None:
 
 def test_bfloat16_module_keeps_float32_parameters() -> None:
     learner = TaskLearner(Masked([4, 4], [0] * 8, torch.bfloat16), replace(RECIPE, batches=2, learning_rate=1e-5), 0)
-    before, computed = learner.vectors[0].clone(), Masked([8], [0] * 8, torch.bfloat16)
+    before, computed = learner.vector.clone(), Masked([8], [0] * 8, torch.bfloat16)
     assert torch.equal(before, torch.cat([each.detach().float().flatten() for each in computed.module.parameters()]))
     for step in range(40):
         learner.position = 0
         assert learner.step(0, step).tokens == 8 * 13
-    moved = (learner.vectors[0] - before).abs()
+    moved = (learner.vector - before).abs()
     assert 0 < float(moved.max()) < 1e-3, "steps smaller than bfloat16 resolves add up"
     learner.evaluate()
     module = learner._task.module
     rounded = torch.cat([each.detach().float().flatten() for each in module.parameters()])
-    assert torch.equal(rounded, learner.vectors[0].bfloat16().float())
+    assert torch.equal(rounded, learner.vector.bfloat16().float())
 
 
 def test_modes_follow_training_and_evaluation() -> None:

@@ -49,7 +49,7 @@ class Count:
 
     def __init__(self) -> None:
         self.layout = Layout(((("w", (2,)),),))
-        self.vectors: tuple[Vector, ...] = (torch.zeros(2),)
+        self.vector: Vector = torch.zeros(2)
         self.steps: list[tuple[int, int]] = []
         self.left_out = 0
 
@@ -58,11 +58,11 @@ class Count:
         if self.left_out:
             self.left_out -= 1
             return Step(math.nan, 0)
-        self.vectors[0].add_(1)
+        self.vector.add_(1)
         return Step(float(step), 10)
 
     def evaluate(self) -> float:
-        return float(self.vectors[0].sum())
+        return float(self.vector.sum())
 
 
 def key(number: int) -> RoundKey:
@@ -120,7 +120,7 @@ def test_steps_equal_torchs_adamw(clip_norm: float) -> None:
         plain.step()
         assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5) and result.tokens == 16
     expected = torch.cat([parameter.detach().flatten() for parameter in twin.module.parameters()])
-    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(learner.vector, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_progress_counts_since_the_last_write() -> None:
@@ -168,28 +168,27 @@ def test_excluded_tokens_do_not_count() -> None:
     assert (work.tokens, work.loss, work.complete) == (10, 2.0, True)
 
 
-def test_anchor_may_live_in_given_vectors() -> None:
-    learner = Count()
-    anchors: tuple[Vector, ...] = (torch.tensor([3.0, 4.0]),)
-    local_training = LocalTraining(learner, 4, anchors)
+def test_anchor_may_be_a_given_vector() -> None:
+    learner, anchor = Count(), torch.tensor([3.0, 4.0])
+    local_training = LocalTraining(learner, 4, anchor)
     local_training.reset(70)
     assert (local_training.work().tokens, local_training.work().norm) == (70, 5.0) and local_training.evaluate() == 7.0
     with pytest.raises(ZeroDivisionError), local_training.outer():
         raise ZeroDivisionError
-    assert learner.vectors[0].tolist() == [0.0, 0.0]
+    assert learner.vector.tolist() == [0.0, 0.0]
     local_training.write(torch.ones(2))
-    assert anchors[0].tolist() == [1.0, 1.0]
+    assert anchor.tolist() == [1.0, 1.0]
 
 
 def test_norm_covers_many_pieces() -> None:
     task = Paced(600_001, seed=0)
     local_training = LocalTraining(task, inner_steps=1)
-    anchor = task.vectors[0].clone()
-    task.vectors[0].add_(torch.linspace(-1, 1, 600_001))
+    anchor = task.vector.clone()
+    task.vector.add_(torch.linspace(-1, 1, 600_001))
     assert local_training.work().norm == 0  # nothing was trained
     local_training.begin(0)
     local_training.step()
-    expected = float((task.vectors[0].double() - anchor.double()).square().sum().sqrt())
+    expected = float((task.vector.double() - anchor.double()).square().sum().sqrt())
     assert local_training.work().norm == pytest.approx(expected, rel=1e-6)
 
 

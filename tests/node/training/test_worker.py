@@ -24,6 +24,7 @@ from tests.support.refusals import one_line
 
 RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 TRAIN = {"do": "train", "round": 0, "begin": True, "surplus": False}
+GENERATE = {"do": "generate", "prompt": base64.b64encode(b"abc").decode(), "tokens": 5, "temperature": 1.0, "seed": 4}
 GPT = GptValues(GptConfig(layers=1, width=16, heads=2, context=16), rows=2)
 
 
@@ -58,15 +59,15 @@ def serve(
 
 def shared_with(memory: int, spec: WorkerSpec) -> Shared:
     """This side's view of the vectors of a worker with this spec."""
-    return Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
+    return Shared(memory, build(spec, torch.empty, False).learner.vector.numel())
 
 
 def test_file_replaces_missing_anonymous_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     descriptor = shared.create()
     assert os.fstat(descriptor).st_nlink == 0
-    Shared(descriptor, (4,)).local[0].fill_(1)
-    assert Shared(descriptor, (4,)).local[0].tolist() == [1, 1, 1, 1]
+    Shared(descriptor, 4).local.fill_(1)
+    assert Shared(descriptor, 4).local.tolist() == [1, 1, 1, 1]
     os.close(descriptor)
 
 
@@ -99,7 +100,7 @@ def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) ->
 def test_exception_ends_all_but_commands_that_only_read(
     name: str, error: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def carry_out(command: dict[str, Any]) -> Any:
+    def carry_out(**command: Any) -> Any:
         raise error
 
     failing, told = cast(worker.Worker, SimpleNamespace(carry_out=carry_out)), set[str]()
@@ -133,21 +134,21 @@ def test_worker_that_waits_for_data_shows_that_it_lives(memory: int, spec: Worke
         return looks > 3
 
     waiting = worker.Worker(replace(job, ready=ready), mine, spec, lambda kind, value: None)
-    done = waiting.carry_out(TRAIN)
+    done = waiting.carry_out(**TRAIN)
     assert (done["tokens"], mine.steps, mine.heartbeats, job.learner.position) == (0, 0, 3, 0)
     mine.attention = False
-    done = waiting.carry_out(TRAIN | {"begin": False})
+    done = waiting.carry_out(**TRAIN | {"begin": False})
     assert (done["complete"], mine.steps, job.learner.position) == (True, 4, 4)
 
 
 def test_next_worker_resumes_the_former_ones_state(memory: int, spec: WorkerSpec) -> None:
     serve(memory, spec)
     mine = shared_with(memory, spec)
-    mine.local[0].fill_(0.5)
+    mine.local.fill_(0.5)
     mine.claim(40)
     mine.attention = True
     work = serve(memory, spec, TRAIN | {"round": 2, "surplus": True, "carried": 64})[-1]["done"]
-    assert work["tokens"] == 64 and mine.local[0].eq(0.5).all() and not mine.anchor[0].eq(0.5).any()
+    assert work["tokens"] == 64 and mine.local.eq(0.5).all() and not mine.anchor.eq(0.5).any()
     assert mine.position == 40
 
 
@@ -160,8 +161,8 @@ def test_saved_inner_state_resumes_to_identical_bits(memory: int, spec: WorkerSp
     assert mine.position == mine.steps == position, "no surplus steps"
     mine.claim(0)
     sent = serve(memory, spec, {"do": "load", "path": path, "position": position, "threads": 0}, second_round)
-    expected = Shared(whole, mine.local[0].shape)
-    assert sent[0] == {"done": None} and torch.equal(mine.local[0], expected.local[0]) and mine.position == 8
+    expected = Shared(whole, len(mine.local))
+    assert sent[0] == {"done": None} and torch.equal(mine.local, expected.local) and mine.position == 8
     os.close(whole)
 
 
@@ -204,17 +205,16 @@ def test_invalid_inner_state_is_rejected(memory: int, spec: WorkerSpec, tmp_path
 
 
 def test_generation_uses_the_outer_parameters(memory: int, spec: WorkerSpec) -> None:
-    ask = {"do": "generate", "prompt": base64.b64encode(b"abc").decode(), "tokens": 5, "temperature": 1.0, "seed": 4}
-    (first,) = serve(memory, spec, ask)
-    shared_with(memory, spec).local[0].fill_(0.5)
-    assert serve(memory, spec, ask) == [first] and len(base64.b64decode(first["done"])) == 5
-    assert serve(memory, spec, ask | {"prompt": ""}) == [{"refused": "the prompt is empty"}]
+    (first,) = serve(memory, spec, GENERATE)
+    shared_with(memory, spec).local.fill_(0.5)
+    assert serve(memory, spec, GENERATE) == [first] and len(base64.b64decode(first["done"])) == 5
+    assert serve(memory, spec, GENERATE | {"prompt": ""}) == [{"refused": "the prompt is empty"}]
     assert serve(memory, spec, {"do": "dance"}) == [{"refused": "no command 'dance'"}]
 
 
 def test_paced_task_has_no_text(memory: int) -> None:
     spec = WorkerSpec(PacedValues(100, step_seconds=0.0), RECIPE, 3, threads=1)
-    sent = serve(memory, spec, {"do": "held_out"}, {"do": "generate", "prompt": ""})
+    sent = serve(memory, spec, {"do": "held_out"}, GENERATE)
     assert sent == [{"done": ""}, {"refused": "this task generates no text"}]
 
 
@@ -251,4 +251,4 @@ def test_bfloat16_is_used_where_it_pays(text: Path) -> None:
         learner = build(spec, torch.empty, False).learner
         losses = [each.step(0, 0).loss for each in (exact, learner)]
         assert (losses[0] != losses[1]) == low and losses[0] == pytest.approx(losses[1], rel=0.02)
-        assert learner.vectors[0].dtype == torch.float32
+        assert learner.vector.dtype == torch.float32

@@ -111,7 +111,7 @@ async def test_training_matches_in_process_bits(
     local_training = LocalTraining(learner, RECIPE.inner_steps)
     async with RemoteTrainer(spec, compute) as trainer:
         assert trainer.layout == learner.layout
-        assert torch.equal(await vector(trainer), learner.vectors[0])
+        assert torch.equal(await vector(trainer), learner.vector)
         for number in range(3):
             training = Training(trainer, number)
             await training.until_tokens(32 * 13)
@@ -126,12 +126,12 @@ async def test_training_matches_in_process_bits(
             mine = local_training.work()
             assert all(getattr(work, name) == getattr(mine, name) for name in ("tokens", "loss", "norm", "complete"))
             assert 0 < work.step_seconds <= work.seconds
-            assert torch.equal(await vector(trainer), learner.vectors[0])
+            assert torch.equal(await vector(trainer), learner.vector)
             if number == 1:
                 continue  # a skipped round: the work goes on growing
-            anchor, tokens = learner.vectors[0] * 0.5, 64 * number
-            await trainer.write(learner.vectors[0] * 0.75, anchor=anchor, tokens=tokens)
-            local_training.write(learner.vectors[0] * 0.75, anchor=anchor, tokens=tokens)
+            anchor, tokens = learner.vector * 0.5, 64 * number
+            await trainer.write(learner.vector * 0.75, anchor=anchor, tokens=tokens)
+            local_training.write(learner.vector * 0.75, anchor=anchor, tokens=tokens)
             assert await trainer.evaluate() == local_training.evaluate()
         assert trainer.restarts == 0
 

@@ -48,9 +48,7 @@ async def test_peer_few_rounds_behind_replays_means(world: SyncCluster) -> None:
     assert (report.replayed_rounds, report.bytes_downloaded) == (4, 0)
     assert (report.lost_rounds, report.lost_tokens, report.blamed) == (0, 0, {})
     assert 4 * INT8 < report.bytes_received < 4 * INT8 + 8000
-    assert torch.equal(cleo.trainer.local_training.learner.vectors[0], cleo.outer_loop.anchor), (
-        "and trains on from there"
-    )
+    assert torch.equal(cleo.trainer.local_training.learner.vector, cleo.outer_loop.anchor), "and trains on from there"
     assert [each.round for each in cleo.snapshots.held()] == [8, 2]
     await world.rounds("anna bert cleo", 2)
     assert world.same("anna bert cleo")

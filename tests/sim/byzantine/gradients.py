@@ -45,8 +45,8 @@ def ipm(honest: torch.Tensor) -> Vector:
 
 def pseudo_gradient(shift: LocalTraining) -> Vector:
     with shift.outer():
-        anchor = shift.learner.vectors[0].clone()
-    return anchor - shift.learner.vectors[0]
+        anchor = shift.learner.vector.clone()
+    return anchor - shift.learner.vector
 
 
 class PoisonedTrainer(InlineTrainer):
@@ -77,11 +77,9 @@ class PoisonedTrainer(InlineTrainer):
 
         return declared(await super().train(key, cut, lambda work: progress(declared(work)), surplus))
 
-    async def read(self, into: Vector, fragment: int = 0) -> None:
+    async def read(self, into: Vector) -> None:
         """The parameters that would give the forged pseudo-gradient."""
-        into.copy_(
-            self.local_training.learner.vectors[fragment] + pseudo_gradient(self.local_training) - self._forged()
-        )
+        into.copy_(self.local_training.learner.vector + pseudo_gradient(self.local_training) - self._forged())
 
     def _forged(self) -> Vector:
         if factor := FACTORS.get(self._attack):

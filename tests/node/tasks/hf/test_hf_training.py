@@ -64,7 +64,7 @@ def gradient(learner: TaskLearner) -> tuple[torch.Tensor, int]:
     learner._task.module.train()
     learner._optimizer.clear()
     _, counts = learner._accumulate()
-    return learner._flat.gradients[0] / sum(counts), sum(counts)
+    return learner._flat.gradient / sum(counts), sum(counts)
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
@@ -143,7 +143,7 @@ def test_bfloat16_model_trains_with_float32_parameters(made: Path) -> None:
     before = learner.evaluate()
     for step in range(12):
         learner.step(0, step)
-    assert learner.vectors[0].dtype == torch.float32 and learner.evaluate() < before - 0.05
+    assert learner.vector.dtype == torch.float32 and learner.evaluate() < before - 0.05
 
 
 # -- the same model ----------------------------------------------------------------------------------------------------
