@@ -16,7 +16,7 @@ from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
 from protocols.base import BadPayload, Host, PeerError, PeerGone, PeerId, PeerSilent, Settings, Stream
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 
 DATA = "starling/butterfly/data/1"
 MIN_BANDWIDTH = 1e3

@@ -30,7 +30,7 @@ from protocols.base import (
 from protocols.blobs.scheduler import ChunkScheduler, HolderRate
 from protocols.blobs.serving import BLOBS, DIGEST_BYTES, LIMIT, BlobIndex, Busy, WantBlob, WantChunk
 from protocols.streams.chunks import due
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from protocols.allreduce.parts import ReducedPart, chunk_digest, part_digest
 from protocols.base import BadPayload, Buffer, Compute, Host, PeerError, PeerId
 from protocols.blobs.download import BlobDownload
 from protocols.blobs.serving import DIGEST_BYTES, Blob, BlobServer
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from protocols.vectors.layout import PartLayout
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from typing import TypeAlias
 from protocols import wire
 from protocols.aio import Gate, peer_timeout, progress_timeout
 from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Buffer, Header, Host, PeerId, Stream
-from protocols.streams.control_channel import RoundAccounting
-from protocols.streams.endpoint import StreamLimiter
+from protocols.streams.endpoint import RoundAccounting, StreamLimiter
 from protocols.wire import blob, digest, real, register, uint
 
 BLOBS = "starling/blobs/1"

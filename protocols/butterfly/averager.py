@@ -48,7 +48,7 @@ class Butterfly:
         require_known("robust rule", settings.robust, ROBUST_RULES)
         self._claim = BandwidthClaim(settings)
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
-        self._post = ControlChannel(host, CONTROL, self.accounting)
+        self._post = ControlChannel(self._endpoint, CONTROL)
         self._format = PartFormat.of(settings, codec(settings.codec), self.part_cache.pool)
         self._votes: dict[bytes, RoundVote] = {}
         # Lineages whose promises were dropped. If this peer comes back to one, on another branch, it only observes.
@@ -64,13 +64,10 @@ class Butterfly:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Round]:
         lineage, vote = head.key.lineage, self._vote_after(head)
         attempt = Round(
-            host=self._endpoint.host,
-            me=self.me,
-            settings=self.settings,
+            endpoint=self._endpoint,
             part_format=self._format,
             part_cache=self.part_cache,
             post=self._post,
-            accounting=self.accounting,
             head=head,
             vote=vote,
             bandwidth=self._claim.renewed(),
@@ -105,13 +102,10 @@ class Butterfly:
         lineage = head.key.lineage
         if lineage not in self._votes:
             self._votes[lineage] = RoundVote(
-                me=self.me,
+                endpoint=self._endpoint,
                 head=head,
                 may_vote=lineage not in self._forgotten,
-                signer=self._endpoint.host.signer,
-                settings=self.settings,
                 post=self._post,
-                accounting=self.accounting,
                 part_cache=self.part_cache,
                 on_rival=self._on_ahead,
             )

@@ -23,13 +23,11 @@ from protocols.base import (
     Deadline,
     Head,
     Header,
-    Host,
     LocalProgress,
     Member,
     Outcome,
     PeerId,
     PeerSilent,
-    Settings,
     Stream,
     Vector,
 )
@@ -40,7 +38,8 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, VoteMessage
 from protocols.consensus.record import Record
 from protocols.consensus.vote_tally import max_admitted, min_retained
-from protocols.streams.control_channel import ControlChannel, RoundAccounting
+from protocols.streams.control_channel import ControlChannel
+from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.vectors.views import VectorView
 from protocols.wire import MAX_ROSTER
 
@@ -52,24 +51,22 @@ class Round:
     def __init__(
         self,
         *,
-        host: Host,
-        me: Member,
-        settings: Settings,
+        endpoint: ProtocolEndpoint,
         part_format: PartFormat,
         part_cache: PartCache,
         post: ControlChannel,
-        accounting: RoundAccounting,
         head: Head,
         vote: RoundVote,
         bandwidth: float,
         deadline: Deadline,
     ) -> None:
         """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s."""
-        self.host, self.me, self.post, self.accounting = host, me, post, accounting
+        self.host, self.me, self.post, self.accounting = endpoint.host, endpoint.me, post, endpoint.accounting
         self.head, self.vote, self.deadline = head, vote, deadline
         self.changed = Notifier()  # notified of every event of the round
         self.exchange: AllReduce | None = None  # the data phase of the latest plan
         self._format, self._part_cache = part_format, part_cache
+        settings = endpoint.settings
         self._elements = settings.elements[head.key.fragment]
         self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
         self._superseded = False
@@ -86,12 +83,12 @@ class Round:
             growth=lambda members: codec.reduced(members).encoded_bytes(many) / size,
         )
         self.call = RoundStart(
-            me=me,
+            me=self.me,
             head=head,
             inputs=inputs,
-            signer=host.signer,
+            signer=self.host.signer,
             post=post,
-            accounting=accounting,
+            accounting=self.accounting,
             bandwidth=bandwidth,
             deadline=deadline,
             resting=vote.resting,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, ResolvedPlan
-from protocols.base import BadPayload, Deadline, Head, Member, PeerId, Settings, Signer
+from protocols.base import BadPayload, Deadline, Head, Member, PeerId
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.call import RestingMembers
 from protocols.consensus import record as records
@@ -40,7 +40,8 @@ from protocols.consensus.messages import (
 from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import OBSERVER, Value, VoteTally
-from protocols.streams.control_channel import ControlChannel, RoundAccounting
+from protocols.streams.control_channel import ControlChannel
+from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
@@ -69,23 +70,23 @@ class RoundVote:
     def __init__(
         self,
         *,
-        me: Member,
+        endpoint: ProtocolEndpoint,
         head: Head,
         may_vote: bool,
-        signer: Signer,
-        settings: Settings,
         post: ControlChannel,
-        accounting: RoundAccounting,
         part_cache: PartCache,
         on_rival: Callable[[PeerId], None],
     ) -> None:
         """Without `may_vote` this peer only takes certificates, even if it is in the roster. `on_rival` is called with
         a peer that sent a decision which this member cannot follow.
         """
+        me, settings = endpoint.me, endpoint.settings
         voter = me if may_vote else Member(me.peer, OBSERVER)
         self.votes = voter in head.roster
         self.head = head  # its state root may differ between attempts
-        self.tally = VoteTally(head.key, head.roster, signer, settings.quorum, settings.fork_peers, head.former)
+        self.tally = VoteTally(
+            head.key, head.roster, endpoint.host.signer, settings.quorum, settings.fork_peers, head.former
+        )
         self.paxos = PaxosInstance(voter, self.tally)
         self.forks_only = self.tally.forks_only(voter)  # no vote, but it may fork with others like it
         self.changed = Notifier()
@@ -101,7 +102,7 @@ class RoundVote:
         self.resting = RestingMembers()
         self.observers: dict[PeerId, Member] = {}  # they wait for the decision without being in the roster
         self.phase_seconds = 0.0  # expected length of the data phase
-        self._me, self._settings, self._post, self._accounting = me, settings, post, accounting
+        self._me, self._settings, self._post, self._accounting = me, settings, post, endpoint.accounting
         self._part_cache, self._on_rival = part_cache, on_rival
         self._promised, self._promised_at = 0, 0.0  # its coordinator asks all for promises about then
         self._alone_since: float | None = None

@@ -52,7 +52,7 @@ class Moshpit:
         self.host, self.settings = host, settings
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
-        self._post = ControlChannel(host, CONTROL, self.accounting)
+        self._post = ControlChannel(self._endpoint, CONTROL)
         used, tracker = PartFormat.of(settings, state_codec(settings.codec), ChunkPool()), PeerTracker(self.me)
         context = MoshpitContext(host, settings, used, self.me, self.accounting, self._post, tracker)
         self._moshpit = MoshpitState(context, most, announce_limit)

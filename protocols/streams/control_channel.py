@@ -1,4 +1,4 @@
-"""Control messages to peers, and the accounting of a round: bytes on streams, and peers that broke rules."""
+"""Control messages to peers, on streams that stay open."""
 
 from __future__ import annotations
 
@@ -8,72 +8,13 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 from protocols.aio import run_with_helper
-from protocols.base import (
-    BadPayload,
-    Deadline,
-    Header,
-    Host,
-    PeerError,
-    PeerFault,
-    PeerGone,
-    PeerId,
-    PeerSilent,
-    StoppedHere,
-    Stream,
-)
+from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.streams.endpoint import ProtocolEndpoint
 
 RECONNECT_SECONDS = 0.1
 RECONNECT_LIMIT_SECONDS = 5.0
-MAX_NAMED = 256  # limit of peers named between two reports: a stranger can use any number of peer ids
 KEEP_MESSAGES = 64
 """Limit of messages kept for one peer: those to send, and those sent that may be lost. The oldest are dropped first."""
-
-
-class RoundAccounting:
-    """Counts bytes and names peers, each with its first reason, between two reports. Our own limits blame no peer."""
-
-    def __init__(self) -> None:
-        self._names: dict[PeerId, str] = {}
-        self._stopped_here: set[PeerId] = set()
-        self._bytes_sent = 0
-        self._bytes_received = 0
-        self._open: dict[Stream, tuple[int, int]] = {}  # bytes sent and received that are already counted
-
-    def name(self, peer: PeerId, why: str) -> None:
-        if len(self._names) < MAX_NAMED:
-            self._names.setdefault(peer, why)
-
-    @asynccontextmanager
-    async def counting(self, stream: Stream) -> AsyncIterator[Stream]:
-        """Count a stream's bytes while it is used, and name its peer if it broke a rule."""
-        self._open[stream] = (0, 0)
-        try:
-            yield stream
-        except BadPayload as error:
-            self.name(stream.peer, f"refused: {error}")
-            raise
-        except StoppedHere:
-            if len(self._stopped_here) < MAX_NAMED:
-                self._stopped_here.add(stream.peer)
-            raise
-        finally:
-            self._count(stream)
-            del self._open[stream]
-
-    def _count(self, stream: Stream) -> None:
-        sent, received = self._open[stream]
-        self._bytes_sent += stream.bytes_sent - sent
-        self._bytes_received += stream.bytes_received - received
-        self._open[stream] = (stream.bytes_sent, stream.bytes_received)
-
-    def take(self) -> tuple[tuple[PeerFault, ...], int, int]:
-        """Return the peers named, bytes sent and bytes received since the last call, and begin anew."""
-        for stream in self._open:
-            self._count(stream)
-        faults = tuple(PeerFault(peer, why) for peer, why in self._names.items() if peer not in self._stopped_here)
-        taken = faults, self._bytes_sent, self._bytes_received
-        self._names, self._stopped_here, self._bytes_sent, self._bytes_received = {}, set(), 0, 0
-        return taken
 
 
 class _Outbox:
@@ -95,10 +36,10 @@ class ControlChannel:
     Messages of a broken stream are sent again: they are idempotent. The channel notices at once when a peer dies.
     """
 
-    def __init__(self, host: Host, method: str, accounting: RoundAccounting) -> None:
+    def __init__(self, endpoint: ProtocolEndpoint, method: str) -> None:
         self.on_gone: Callable[[PeerId], None] = lambda peer: None
         self.round_trip_seconds: dict[PeerId, float] = {}
-        self._host, self._method, self._accounting = host, method, accounting
+        self._endpoint, self._method = endpoint, method
         self._lines: dict[PeerId, _Outbox] = {}
         self._group: asyncio.TaskGroup | None = None
         self._deadline = 0.0
@@ -157,10 +98,7 @@ class ControlChannel:
 
     async def _stream(self, peer: PeerId, line: _Outbox) -> None:
         began = asyncio.get_running_loop().time()
-        async with (
-            self._host.transport.open(peer, self._method, self._deadline) as stream,
-            self._accounting.counting(stream),
-        ):
+        async with self._endpoint.open(peer, self._method, self._deadline) as stream:
             self.round_trip_seconds[peer] = asyncio.get_running_loop().time() - began
             await run_with_helper(self._feed(line, stream), _watch(stream))
 

@@ -1,4 +1,4 @@
-"""What an averager is built from: its streams, its sessions, and limits."""
+"""What an averager is built from: its streams and their accounting, its sessions, and limits."""
 
 from __future__ import annotations
 
@@ -22,23 +22,72 @@ from protocols.base import (
     LocalProgress,
     Member,
     Outcome,
+    PeerFault,
     PeerId,
     PeerSilent,
     RoundKey,
     Settings,
+    StoppedHere,
     Stream,
     Vector,
 )
-from protocols.streams.control_channel import RoundAccounting
 from protocols.wire import HeaderType
 
 FIRST_FRAME_SECONDS = 10.0
 MAX_STREAMS = 64  # Streams that a `StreamLimiter` allows at a time. Further ones are closed.
 MAX_STREAMS_OF_ONE = 32
 """The same for one peer. It leaves room for a peer that was cut off for a while, which opens many at once."""
+MAX_NAMED = 256  # limit of peers named between two reports: a stranger can use any number of peer ids
 
 K = TypeVar("K")
 Session = TypeVar("Session")
+
+
+class RoundAccounting:
+    """Counts bytes and names peers, each with its first reason, between two reports. Our own limits blame no peer."""
+
+    def __init__(self) -> None:
+        self._names: dict[PeerId, str] = {}
+        self._stopped_here: set[PeerId] = set()
+        self._bytes_sent = 0
+        self._bytes_received = 0
+        self._open: dict[Stream, tuple[int, int]] = {}  # bytes sent and received that are already counted
+
+    def name(self, peer: PeerId, why: str) -> None:
+        if len(self._names) < MAX_NAMED:
+            self._names.setdefault(peer, why)
+
+    @asynccontextmanager
+    async def counting(self, stream: Stream) -> AsyncIterator[Stream]:
+        """Count a stream's bytes while it is used, and name its peer if it broke a rule."""
+        self._open[stream] = (0, 0)
+        try:
+            yield stream
+        except BadPayload as error:
+            self.name(stream.peer, f"refused: {error}")
+            raise
+        except StoppedHere:
+            if len(self._stopped_here) < MAX_NAMED:
+                self._stopped_here.add(stream.peer)
+            raise
+        finally:
+            self._count(stream)
+            del self._open[stream]
+
+    def _count(self, stream: Stream) -> None:
+        sent, received = self._open[stream]
+        self._bytes_sent += stream.bytes_sent - sent
+        self._bytes_received += stream.bytes_received - received
+        self._open[stream] = (stream.bytes_sent, stream.bytes_received)
+
+    def take(self) -> tuple[tuple[PeerFault, ...], int, int]:
+        """Return the peers named, bytes sent and bytes received since the last call, and begin anew."""
+        for stream in self._open:
+            self._count(stream)
+        faults = tuple(PeerFault(peer, why) for peer, why in self._names.items() if peer not in self._stopped_here)
+        taken = faults, self._bytes_sent, self._bytes_received
+        self._names, self._stopped_here, self._bytes_sent, self._bytes_received = {}, set(), 0, 0
+        return taken
 
 
 class ProtocolEndpoint:

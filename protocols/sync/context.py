@@ -10,7 +10,7 @@ from protocols.aio import loop_time
 from protocols.base import DISTRUST_SECONDS, Deadline, Host, Member, Members, PeerId, Settings, Stream
 from protocols.history.chain import Chain
 from protocols.peers.estimates import RecentDict
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from protocols.sync.progress import SyncProgress
 from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshots

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from protocols import wire
-from protocols.base import PeerId, PeerSilent, Stream
-from protocols.streams.control_channel import ControlChannel, RoundAccounting
+from protocols.base import PeerId, PeerSilent, Settings, Stream
+from protocols.streams.control_channel import ControlChannel
+from protocols.streams.endpoint import ProtocolEndpoint
 from tests.conformance.hosts import host
 from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, soon
 from tests.support.waiting import until
@@ -68,7 +69,7 @@ def play(
     async def whole(peers: Peers) -> None:
         hears = listener()
         peers.transports[1].serve(METHOD, hears)
-        await body(peers, ControlChannel(host(peers, 0), METHOD, RoundAccounting()), hears)
+        await body(peers, ControlChannel(ProtocolEndpoint(host(peers, 0), Settings("fp32", (8,))), METHOD), hears)
 
     world.run(whole)
 

@@ -18,7 +18,7 @@ from protocols.base import BadPayload, Buffer, Vector
 from protocols.pipeline.driving import _Lane
 from protocols.pipeline.job import JobKind, JobResult, StageJob
 from protocols.pipeline.settings import PipelineEvent
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.sim.scenario_runner import ScenarioSetup
 from tests.support.simulated import simulated

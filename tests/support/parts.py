@@ -6,7 +6,7 @@ from protocols import wire
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId
 from protocols.blobs.parts import PartDownload
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 
 
 async def fetch_part(

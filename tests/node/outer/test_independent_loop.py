@@ -15,7 +15,7 @@ from node.outer.noloco import NoLoCo
 from node.outer.sketch import Sketch, sketch
 from node.reporting.report import RoundReport
 from protocols.base import Contribution, Deadline, PeerId, Vector
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from protocols.sync.independent_sync import IndependentStateSync, Order
 from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
 from tests.sim import loop as simloop

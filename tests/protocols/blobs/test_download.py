@@ -8,7 +8,7 @@ import torch
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, PeerError, PeerId
 from protocols.blobs.parts import PartCache, PartDownload
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from protocols.vectors.codec import codec
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import simulated

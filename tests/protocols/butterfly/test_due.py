@@ -17,7 +17,7 @@ from protocols.allreduce import plan as planning
 from protocols.base import Member
 from protocols.butterfly.call import RestingMembers, RoundStart
 from protocols.history.chain import genesis
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from protocols.wire import Offer
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN

@@ -19,7 +19,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Prepare, Propose
 from protocols.consensus.record import Kind, Record, coordinators
 from protocols.history.chain import genesis
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from protocols.wire import ChunkSpan, PartDigest
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN
@@ -36,15 +36,13 @@ NO_PARTS: Any = SimpleNamespace(get=lambda digest: None)
 
 
 def vote_of(me: Member) -> RoundVote:
-    signer, accounting = SimSigner(me.peer, 1), RoundAccounting()
+    host = SimpleNamespace(signer=SimSigner(me.peer, 1))
+    endpoint: Any = SimpleNamespace(me=me, host=host, settings=SETTINGS, accounting=RoundAccounting())
     return RoundVote(
-        me=me,
+        endpoint=endpoint,
         head=HEAD,
         may_vote=True,
-        signer=signer,
-        settings=SETTINGS,
         post=POST,
-        accounting=accounting,
         part_cache=NO_PARTS,
         on_rival=lambda peer: None,
     )

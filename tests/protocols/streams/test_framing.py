@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Buffer, PeerSilent
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from protocols.streams.framing import FramedStream, LimitReached, accepted, opened
 
 SECONDS = 30.0  # no test waits this long

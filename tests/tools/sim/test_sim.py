@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from node.outer.outer_loop import RoundResult
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
-from protocols.streams.control_channel import RoundAccounting
+from protocols.streams.endpoint import RoundAccounting
 from tests.sim import scheduling
 from tests.sim.__main__ import main
 from tests.sim.byzantine.contributors import LIES
