@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from node.tasks.hf.conversation import Conversation, tool_name
 from node.tasks.hf.corpus import Document
 from node.tasks.hf.settings import ModelError, foreign
-from node.tasks.hf.tokens import ExactTokenizer, Marks
+from node.tasks.hf.tokens import ExactTokenizer, Marks, crossed
 
 Sequence: TypeAlias = tuple[list[int], list[int]]  # tokens, and for each 1 if it is a target, else 0
 
@@ -89,16 +89,24 @@ class Encoder:
             answers.append(talk.answer(index, self._exact.special))
         if answers:
             self.unused.update(talk.check())
-        return [self._sequence(group) for group in _grouped(answers)]
+        return [sequence for group in _grouped(answers) for sequence in self._sequences(group)]
 
-    def _sequence(self, answers: list[_Answer]) -> Sequence:
+    def _sequences(self, answers: list[_Answer]) -> list[Sequence]:
+        """One sequence with all these answers as targets, or one for each if an earlier one has other tokens there.
+
+        An answer is generated after the tokens of its request. In the request for a later one, a token may reach across
+        the place where the earlier answer began.
+        """
         wanted, mask, at = [each for answer in answers for each in answer.spans], list[int](), 0
-        ids, spans = self._exact.encode_marked(answers[-1].text, [begin for begin, _ in wanted])
+        ids, spans = self._exact.encode_marked(answers[-1].text, [begin for begin, _ in answers[-1].spans])
+        earlier = [begin for answer in answers[:-1] for begin, _ in answer.spans]
+        if any(crossed(begin, spans) for begin in earlier):
+            return [sequence for answer in answers for sequence in self._sequences([answer])]
         for low, high in spans:
             while at < len(wanted) and wanted[at][1] <= low:
                 at += 1
             mask.append(int(at < len(wanted) and wanted[at][0] <= low < high))
-        return ids, mask
+        return [(ids, mask)]
 
 
 def _grouped(answers: list[_Answer]) -> list[list[_Answer]]:

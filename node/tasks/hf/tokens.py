@@ -19,6 +19,12 @@ _GUARDS = ("\n", "x", ".", " ")
 _PRIVATE = 0xF0000  # Unicode's private use area: no text means anything by these characters
 
 
+def crossed(border: int, spans: Sequence[Span]) -> bool:
+    """Whether a token reaches across this place in the text."""
+    at = bisect_left(spans, border, key=lambda span: span[0])
+    return at > 0 and spans[at - 1][1] > border
+
+
 class ExactTokenizer:
     """A tokenizer of Hugging Face for texts of any length. `marks` stand for all that it has beside its vocabulary."""
 
@@ -66,12 +72,11 @@ class ExactTokenizer:
     def encode_marked(self, text: str, borders: Sequence[int] = ()) -> tuple[list[int], list[Span]]:
         """Tokens of a text in which special tokens count, except those for which a mark stands."""
         ids, spans = self._encode_marked(text, continues=False)
-        begins = [begin for begin, _ in spans]
-        crossed = [each for each in borders if (at := bisect_left(begins, each)) and spans[at - 1][1] > each]
-        if not crossed:
+        cuts = [each for each in borders if crossed(each, spans)]
+        if not cuts:
             return ids, spans
         ids, spans = [], []
-        for low, high in pairwise([0, *crossed, len(text)]):
+        for low, high in pairwise([0, *cuts, len(text)]):
             found, places = self._encode_marked(text[low:high], continues=low > 0)
             ids += found
             spans += [(begin + low, end + low) for begin, end in places]

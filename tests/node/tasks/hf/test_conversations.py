@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -258,6 +258,8 @@ TURNS = st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=4)
 
 
 @settings(max_examples=25)
+@example([("xy", "x y", True), ("xy", "xy", True)], "blank", KINDS[0])
+@example([("xy", "x y", True), ("xy", "xy", True)], "blank", KINDS[1])
 @given(TURNS, st.sampled_from([*TEMPLATES]), st.sampled_from(KINDS[:2]))
 def test_random_chats_are_trained_as_rendered_at_inference(
     turns: list[tuple[str, str, bool]], template: str, kind: str
