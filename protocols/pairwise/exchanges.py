@@ -63,7 +63,6 @@ class ExchangingAverager(PairwiseAverager):
         super().__init__(host, settings, purpose)
         self.round = 0  # the last round that this peer completed
         self.exchange: PairExchange | None = None
-        self._unreported_drifts: list[float] = []  # drifts of half exchanges that ended between two rounds
         self._asked = 0
         self._open: tuple[ExchangeRequest, asyncio.Task[ExchangeOutcome]] | None = None  # ours, not answered yet
         self._questions = RequestDeduplicator()
@@ -71,12 +70,6 @@ class ExchangingAverager(PairwiseAverager):
         self._unconfirmed: dict[str, PairExchange] = {}  # of these: we do not know yet whether the asker moved, too
         self.endpoint.serve(EXCHANGE, ExchangeRequest, self._serve)
         self.endpoint.serve(EXCHANGE, OutcomeQuery, self._send_outcome)
-
-    def open_round(self, session: SharedStateSession) -> None:
-        super().open_round(session)
-        for drift in self._unreported_drifts:
-            session.count_half(drift)
-        self._unreported_drifts.clear()
 
     async def close_round(self) -> None:
         """End the round. Abort the current exchange, or wait until the state is at rest if it must not be aborted."""
@@ -123,13 +116,6 @@ class ExchangingAverager(PairwiseAverager):
                 exchange.session.count(partner, swap.chunks, name, 0.5)
         now = loop_time()
         self.timeouts.took(partner, swap.size_bytes, now, now - exchange.began)
-
-    def _half(self, drift: float) -> None:
-        self.half_exchanges += 1
-        if self.session:
-            self.session.count_half(drift)
-        else:
-            self._unreported_drifts.append(drift)
 
     def _failed(self, peer: PeerId, began: float, until: Deadline, why: str, slow: bool) -> None:
         self.accounting.name(peer, f"no exchange: {why}")
@@ -184,7 +170,7 @@ class ExchangingAverager(PairwiseAverager):
         finally:
             if exchange:
                 if exchange.in_doubt:  # we must not wait for an answer
-                    self._half(exchange.swap.most)
+                    self.count_half(exchange.swap.most)
                 self._end(exchange)
 
     async def _lead(self, exchange: PairExchange, stream: Stream) -> None:
@@ -210,7 +196,7 @@ class ExchangingAverager(PairwiseAverager):
                 await stream.send(OutcomeQuery(ask.key, self.me, ask.sequence))
                 exchange.moving = (await hear(stream, OutcomeReply, ask)).moved
         except (PeerError, BadPayload):
-            self._half(await exchange.swap.drift())
+            self.count_half(await exchange.swap.drift())
             exchange.moving = False
         if exchange.moving:
             await self._move(exchange)
@@ -294,7 +280,7 @@ class ExchangingAverager(PairwiseAverager):
         except (PeerError, BadPayload):
             if await self.notifier.reached(lambda: exchange.settled, loop_time() + seconds):
                 return
-            self._half(await exchange.swap.drift())
+            self.count_half(await exchange.swap.drift())
             raise
         finally:
             del self._unconfirmed[ask.name]

@@ -182,8 +182,7 @@ class ShareSender:
                 counted = False  # given to an earlier incarnation, which has ended
             if counted is None and now - self._unanswered_since[to, share.sequence] >= RETURN_SECONDS:
                 counted = False
-                self._weighted.half_exchanges += 1
-                session.count_half(share.weight / (masses.weight + share.weight))
+                self._weighted.count_half(share.weight / (masses.weight + share.weight))
             if counted is not None:
                 await self._answered(session, share, counted)
             if counted is False:  # our own state of an earlier round is merged into our state again

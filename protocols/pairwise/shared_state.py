@@ -55,6 +55,7 @@ class PairwiseAverager(ABC):
         self.half_exchanges = 0  # exchanges or shares, since this peer started, that may have moved one end only
         self.partners: tuple[PeerId, ...] = ()  # that average with the state at this moment
         self._pool = ChunkPool()
+        self._unreported_drifts: list[float] = []  # drifts of half exchanges that ended between two rounds
 
     @property
     def state(self) -> VectorView | None:
@@ -77,12 +78,22 @@ class PairwiseAverager(ABC):
     def open_round(self, session: SharedStateSession) -> None:
         self._pool.next_round()
         self.session = session
+        for drift in self._unreported_drifts:
+            session.count_half(drift)
+        self._unreported_drifts.clear()
 
     async def close_round(self) -> None:
         """Subclasses wait until the state is at rest."""
         if self.session:
             self.session.state = None
         self.session = None
+
+    def count_half(self, drift: float) -> None:
+        self.half_exchanges += 1
+        if self.session:
+            self.session.count_half(drift)
+        else:
+            self._unreported_drifts.append(drift)
 
     @abstractmethod
     async def at_rest(self) -> None:

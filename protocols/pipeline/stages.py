@@ -71,7 +71,7 @@ class StageClock:
 
 
 def by_stage(members: Sequence[Member], directory: StageDirectory, stages: int) -> Mapping[int, tuple[Member, ...]]:
-    """The working members of each stage, empty stages included. A resting member is no clock, and serves no other."""
+    """The working members of each stage, empty stages included. A resting member does not count."""
     found: dict[int, list[Member]] = {stage: [] for stage in range(stages)}
     for member in members:
         stage = directory.stage_of(member.peer)

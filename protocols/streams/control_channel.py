@@ -40,81 +40,79 @@ class ControlChannel:
         self.on_gone: Callable[[PeerId], None] = lambda peer: None
         self.round_trip_seconds: dict[PeerId, float] = {}
         self._endpoint, self._method = endpoint, method
-        self._lines: dict[PeerId, _Outbox] = {}
+        self._outboxes: dict[PeerId, _Outbox] = {}
         self._group: asyncio.TaskGroup | None = None
         self._deadline = 0.0
         self._stopping = False
 
     def send(self, peer: PeerId, message: Header) -> None:
         """Queue a message, which may arrive twice. It is dropped only if more than `KEEP_MESSAGES` wait."""
-        line = self._lines.setdefault(peer, _Outbox())
-        line.waiting.append(message)
-        line.more.set()
-        self._start(peer, line)
+        outbox = self._outboxes.setdefault(peer, _Outbox())
+        outbox.waiting.append(message)
+        outbox.more.set()
+        self._start(peer, outbox)
 
     @asynccontextmanager
     async def run(self, group: asyncio.TaskGroup, deadline: Deadline, keep: Collection[PeerId]) -> AsyncIterator[None]:
         """Send messages inside this context, with tasks in `group`; drop those for peers not in `keep`."""
         self._group, self._deadline, self._stopping = group, deadline, False
-        self._lines = {peer: line for peer, line in self._lines.items() if peer in keep}
-        for peer, line in self._lines.items():
-            if line.waiting:
-                self._start(peer, line)
+        self._outboxes = {peer: outbox for peer, outbox in self._outboxes.items() if peer in keep}
+        for peer, outbox in self._outboxes.items():
+            if outbox.waiting:
+                self._start(peer, outbox)
         try:
             yield
         finally:
             self._group, self._stopping = None, True
-            for line in self._lines.values():
-                line.more.set()
-                if line.task and not line.idle:
-                    line.task.cancel()
+            for outbox in self._outboxes.values():
+                outbox.more.set()
+                if outbox.task and not outbox.idle:
+                    outbox.task.cancel()
 
-    def _start(self, peer: PeerId, line: _Outbox) -> None:
-        if self._group and line.task is None:
-            line.task = self._group.create_task(self._carry(peer, line))
+    def _start(self, peer: PeerId, outbox: _Outbox) -> None:
+        if self._group and outbox.task is None:
+            outbox.task = self._group.create_task(self._carry(peer, outbox))
 
-    async def _carry(self, peer: PeerId, line: _Outbox) -> None:
+    async def _carry(self, peer: PeerId, outbox: _Outbox) -> None:
         loop, pause_seconds = asyncio.get_running_loop(), RECONNECT_SECONDS
         try:
             while not self._stopping and loop.time() < self._deadline:
                 began = loop.time()
                 try:
-                    return await self._stream(peer, line)
+                    return await self._stream(peer, outbox)
                 except PeerGone:
                     self.on_gone(peer)
                 except BadPayload:
                     pause_seconds = RECONNECT_LIMIT_SECONDS  # `counting` has named the peer
                 except PeerError:
-                    if loop.time() - began > RECONNECT_SECONDS and line.sent:
-                        pause_seconds = (
-                            0.0  # the stream had worked, so find out at once whether the peer is still there
-                        )
-                line.again()
+                    if loop.time() - began > RECONNECT_SECONDS and outbox.sent:
+                        pause_seconds = 0.0  # the stream had worked: find out at once whether the peer is still there
+                outbox.again()
                 await asyncio.sleep(min(pause_seconds, max(0.0, self._deadline - loop.time())))
                 pause_seconds = min(max(RECONNECT_SECONDS, 2 * pause_seconds), RECONNECT_LIMIT_SECONDS)
         finally:
-            line.again()
-            line.task, line.idle = None, False
+            outbox.again()
+            outbox.task, outbox.idle = None, False
 
-    async def _stream(self, peer: PeerId, line: _Outbox) -> None:
+    async def _stream(self, peer: PeerId, outbox: _Outbox) -> None:
         began = asyncio.get_running_loop().time()
         async with self._endpoint.open(peer, self._method, self._deadline) as stream:
             self.round_trip_seconds[peer] = asyncio.get_running_loop().time() - began
-            await run_with_helper(self._feed(line, stream), _watch(stream))
+            await run_with_helper(self._feed(outbox, stream), _watch(stream))
 
-    async def _feed(self, line: _Outbox, stream: Stream) -> None:
+    async def _feed(self, outbox: _Outbox, stream: Stream) -> None:
         while not self._stopping:
-            if line.waiting:
-                line.sent.append(message := line.waiting.popleft())
+            if outbox.waiting:
+                outbox.sent.append(message := outbox.waiting.popleft())
                 await stream.send(message)
                 continue
-            line.more.clear()
-            line.idle = True
+            outbox.more.clear()
+            outbox.idle = True
             try:
-                await line.more.wait()
+                await outbox.more.wait()
             finally:  # not idle after a broken stream: the task then retries, and is cancelled at the end of the round
-                line.idle = False
-        line.sent.clear()
+                outbox.idle = False
+        outbox.sent.clear()
 
 
 async def _watch(stream: Stream) -> None:
