@@ -6,7 +6,6 @@ cannot be carried out prints one line to stderr.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gc
 import os
@@ -119,29 +118,21 @@ def swarm(
 ) -> int:
     """Run a whole swarm on this machine, and check at the end that all peers agree."""
     with exit_on_signal():
-        from node.cli.swarm_command import run_swarm
+        from node.cli.swarm_command import Swarm, swarm_directory
 
         of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
         stages = _check(of_run, rounds) if any(of_run.values()) else 1  # before anything is started
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
-        founder_options = {
-            "--rounds": rounds,
-            "--protocol": protocol,
-            "--task": task,
-            "--inner": inner,
-        }
-        return asyncio.run(
-            run_swarm(
-                peers=peers,
-                stages=stages,
-                run=run,
-                directory=dir,
-                founder_options=founder_options,
-                page=page,
-                as_json=json,
-            )
-        )
+        return Swarm(
+            swarm_directory(dir),
+            peers=peers,
+            stages=stages,
+            run=run,
+            founder_options={"--rounds": rounds, "--protocol": protocol, "--task": task, "--inner": inner},
+            page=page,
+            as_json=json,
+        ).run_to_end()
 
 
 # -- join -------------------------------------------------------------------------------------------------------------

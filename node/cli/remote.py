@@ -178,17 +178,14 @@ def _time_of_day(text: str, now: datetime) -> datetime:
 
 async def _page(state_dir: Path | None) -> str:
     from node.page.keys import last_port, read_link
-    from node.ui.control import ControlUnavailable, ask
 
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
+    directory = state_dir or await _only_running(deadline)
+    await _ask(directory, "status")
     try:
-        directory = state_dir or await _only_running(deadline)
-        await ask(directory, "status", deadline)
         async with asyncio.timeout_at(deadline):
             _, writer = await asyncio.open_connection("127.0.0.1", last_port(directory) or 0)
         writer.transport.abort()
-    except ControlUnavailable as error:
-        raise PeerUnreachable(str(error)) from None
     except (OSError, TimeoutError):
         raise PeerUnreachable(f"the peer in {directory} serves no page: start it with --page") from None
     return read_link(directory) or ""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from rich.console import RenderableType
 
+from node.cli.remote import CommandError
 from node.config.peer_sources import variables
 from node.page.keys import read_link
 from node.page.server import INSTALL, has_page_packages
@@ -47,46 +48,17 @@ _ENVIRONMENT = dict.fromkeys(
 )
 
 
-async def run_swarm(
-    *,
-    peers: int,
-    stages: int,
-    run: Path | None,
-    directory: Path | None,
-    founder_options: Mapping[str, object],
-    page: bool,
-    as_json: bool,
-) -> int:
-    """Run a swarm to its end and return the exit code.
-
-    0: all peers agree, and the held-out loss fell if the task has one. 4: all peers agree, but at one of them nothing
-    counted or no evaluation worked. 1: otherwise. 2: the swarm could not be started as asked.
-    """
-    screen = Screen(as_json)
-    logs.set_up("warning", screen.log, screen.is_terminal)
+def swarm_directory(wanted: Path | None) -> Path:
+    """A directory that holds no peers of another swarm."""
     try:
-        home = _directory(directory)
+        if wanted is None:
+            return Path(tempfile.mkdtemp(prefix="starling-swarm-"))
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(wanted.glob("peer-*")):
+            raise FileExistsError(0, "holds a swarm's peers already")
+        return wanted.absolute()
     except OSError as error:
-        screen.say(f"starling: --dir {directory}: {error.strerror}: give another directory")
-        screen.close()
-        return 2
-    swarm = Swarm(
-        home, screen, peers=peers, stages=stages, run=run, founder_options=founder_options, page=page, as_json=as_json
-    )
-    try:
-        return await GracefulShutdown(swarm.leave, screen.say, screen.close).run(swarm.run())
-    finally:
-        screen.close()
-
-
-def _directory(wanted: Path | None) -> Path:
-    """A directory that holds no peers of another swarm. Raises OSError."""
-    if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="starling-swarm-"))
-    wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if any(wanted.glob("peer-*")):
-        raise FileExistsError(0, "holds a swarm's peers already")
-    return wanted.absolute()
+        raise CommandError(f"--dir {wanted}: {error.strerror}: give another directory") from None
 
 
 class Participant:
@@ -186,7 +158,6 @@ class Swarm:
     def __init__(
         self,
         directory: Path,
-        screen: Screen,
         *,
         peers: int,
         stages: int = 1,
@@ -195,7 +166,7 @@ class Swarm:
         page: bool = True,
         as_json: bool = False,
     ) -> None:
-        self._directory, self._screen, self._as_json = directory, screen, as_json
+        self._directory, self._screen, self._as_json = directory, Screen(as_json), as_json
         self._stages, self._run, self._page, self._founder_options = stages, run, page, founder_options
         names = [f"peer-{number}" for number in range(1, peers + 1)]
         given = variables(run, os.environ) if run else {}  # only the founder reads the file itself
@@ -204,6 +175,19 @@ class Swarm:
         self._ended: set[str] = set()
         self._fruitless: list[str] = []  # lines of peers whose rounds or evaluations came to nothing
         self._leaving, self._until = False, float("inf")
+
+    def run_to_end(self) -> int:
+        """Run until all peers have left or a signal comes; returns the exit code.
+
+        0: all peers agree, and the held-out loss fell if the task has one. 4: all peers agree, but at one of them
+        nothing counted or no evaluation worked. 1: otherwise. 2: the swarm could not be started as asked.
+        """
+        screen = self._screen
+        logs.set_up("warning", screen.log, screen.is_terminal)
+        try:
+            return asyncio.run(GracefulShutdown(self.leave, screen.say, screen.close).run(self.run()))
+        finally:
+            screen.close()
 
     def leave(self) -> None:
         self._leaving = True

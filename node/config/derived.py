@@ -62,9 +62,7 @@ def protocol_settings(
     stage: int = 0,
     bandwidth_limit: Callable[[], float] = lambda: math.inf,
 ) -> Settings:
-    """Settings of the run's averaging protocol, or of its stage's. `bandwidth_limit` returns what this peer may send,
-    bytes/s.
-    """
+    """Settings of the run's averaging protocol. `bandwidth_limit` returns what this peer may send, bytes/s."""
     config = manifest.config
     return Settings(
         codec=config.codec,

@@ -111,9 +111,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_keys(table: Mapping[str, object], known: Collection[str], name: str = "") -> None:
-    """Raise ConfigError for the first unknown key in the table `name`, or in the root, and suggest the nearest known
-    one.
-    """
+    """Raise ConfigError for the first unknown key in the table `name`, or in the root."""
     for key in table:
         if key not in known:
             where = f" in [{name}]" if name else ""
@@ -152,10 +150,7 @@ def one_line(error: ValidationError) -> ConfigError:
 
 
 def plain(wish: str) -> str:
-    """Replace pydantic's wording by plainer words, also inside a longer message.
-
-    "Input should be a valid integer, unable …" becomes "must be a whole number".
-    """
+    """Replace pydantic's wording: "Input should be a valid integer, unable …" becomes "must be a whole number"."""
     for pattern, words in _PLAIN:
         wish = re.sub(pattern, words, wish)
     return wish

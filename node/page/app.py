@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from node.page.guard import SECURITY_HEADERS, AccessRules
 from node.page.stream import EventStream
@@ -23,6 +26,10 @@ from node.ui.control import Command
 STATIC = Path(__file__).with_name("static")
 MAX_REQUEST_BYTES = 1024
 REQUEST_SECONDS = 2.0
+IDLE_SECONDS = 10.0
+"""A connection is dropped that has no request under way at such an interval."""
+STALLED_SECONDS = 20.0
+"""A reader that takes nothing for so long is dropped."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -129,3 +136,44 @@ class _Guarded:
         refusal = self._rules.refusal(scope["path"], scope["headers"])
         app: ASGIApp = PlainTextResponse(f"{refusal[1]}\n", refusal[0]) if refusal else self._app
         await app(scope, receive, send_secured)
+
+
+class PageOnlyServer(uvicorn.Server):
+    """uvicorn's server, without its signal handlers: the peer has its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's protocol, which also drops connections that never send a whole request, or never read."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._stalled: asyncio.TimerHandle | None = None
+        self._watch()
+
+    def _watch(self) -> None:
+        self._timer = self.loop.call_later(IDLE_SECONDS, self._drop_if_idle)
+
+    def _drop_if_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+        else:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled:
+            self._stalled.cancel()
+            self._stalled = None

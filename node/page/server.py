@@ -10,8 +10,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -32,10 +31,6 @@ DEFAULT_PORT = 7717
 PORTS_TRIED = 64
 MAX_CONNECTIONS = 32
 MAX_HEADER_BYTES = 16_384
-IDLE_SECONDS = 10.0
-"""A connection is dropped that has no request under way at such an interval."""
-STALLED_SECONDS = 20.0
-"""A reader that takes nothing for so long is dropped."""
 INSTALL = f"the page needs three more packages: {install('page')}"
 
 
@@ -90,7 +85,7 @@ class PageServer:
     def _start(self) -> None:
         from uvicorn import Config
 
-        from node.page.app import page_app
+        from node.page.app import BoundedProtocol, PageOnlyServer, page_app
 
         token = load_token(self._state_dir)
         sockets = _listen(last_port(self._state_dir) or self._port, self._port)
@@ -104,7 +99,7 @@ class PageServer:
             raise
         settings = Config(
             app=cast(Any, app),
-            http=_protocol(),
+            http=BoundedProtocol,
             ws="none",
             loop="none",
             lifespan="off",
@@ -115,7 +110,7 @@ class PageServer:
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=1,
         )
-        self._server = _server(settings)
+        self._server = PageOnlyServer(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets), name="page")
         shown = page_link(port, token) if self._show_token else "`python -m node page` prints its link"
         self._say(f"page: {shown}")
@@ -135,11 +130,7 @@ def _listen(port: int, default: int) -> list[socket.socket]:
 
 
 def _bind_both(port: int) -> list[socket.socket]:
-    """Listen at a port of both loopback addresses, where this machine has IPv6.
-
-    Raises:
-        OSError: the port is taken at one of them.
-    """
+    """Listen at a port of both loopback addresses, where this machine has IPv6. OSError if it is taken at one."""
     first = _bind(socket.AF_INET, "127.0.0.1", port)
     try:
         return [first, _bind(socket.AF_INET6, "::1", first.getsockname()[1])]
@@ -161,54 +152,3 @@ def _bind(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
         listening.close()
         raise
     return listening
-
-
-def _server(config: Any) -> Server:
-    from uvicorn import Server as UvicornServer
-
-    class PageOnlyServer(UvicornServer):
-        """uvicorn's server, without its signal handlers: the peer has its own."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return PageOnlyServer(config)
-
-
-def _protocol() -> Any:
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class BoundedProtocol(H11Protocol):
-        """uvicorn's protocol, which also drops connections that never send a whole request, or never read."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._stalled: asyncio.TimerHandle | None = None
-            self._watch()
-
-        def _watch(self) -> None:
-            self._timer = self.loop.call_later(IDLE_SECONDS, self._drop_if_idle)
-
-        def _drop_if_idle(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.abort()
-            else:
-                self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._timer.cancel()
-            self.resume_writing()
-            super().connection_lost(exc)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._stalled:
-                self._stalled.cancel()
-                self._stalled = None
-
-    return BoundedProtocol

@@ -86,7 +86,16 @@ async def open_session(
     async with (
         DhtDirectory(peer.transport, state.identity, peer.clock, key.run, membership.offset_seconds) as directory,
         ScratchSpace(state.path, peer.disk) as scratch,
-        _checkpoints(peer, manifest, start, worker, not_sent) as checkpoints,
+        CheckpointManager(
+            state.path,
+            start.like(manifest.run_id, worker.layout),
+            every_rounds=config.checkpoint_every,
+            limit_bytes=int(config.disk_limit_bytes),
+            disk=peer.disk,
+            inner=worker,
+            feedback=not_sent,
+            sync=start.archive.sync,
+        ) as checkpoints,
     ):
         host = Host(peer.transport, directory, membership, peer.compute, peer.clock, state.identity, run.seed)
         pipeline, assign = None, None
@@ -218,25 +227,6 @@ def _membership(
             membership.add_candidate(other, addresses)
     bootstrap.on_named = add_candidates(membership)
     return membership
-
-
-def _checkpoints(
-    peer: PeerProcesses,
-    manifest: Manifest,
-    start: resume.RestartPoint,
-    worker: RemoteTrainer,
-    not_sent: ErrorFeedback | None,
-) -> CheckpointManager:
-    return CheckpointManager(
-        peer.state.path,
-        start.like(manifest.run_id, worker.layout),
-        every_rounds=peer.config.checkpoint_every,
-        limit_bytes=int(peer.config.disk_limit_bytes),
-        disk=peer.disk,
-        inner=worker,
-        feedback=not_sent,
-        sync=start.archive.sync,
-    )
 
 
 def _outer_loop(

@@ -91,10 +91,8 @@ class PauseController:
         """Pause now or, with `after_round`, when the round under way is over. Returns one line for the user.
 
         `until` is wall clock. A rest may last for `REST_ROUNDS` or `REST_SECONDS`, and is an absence then; with `away`,
-        the peer is away at once. By default it rests if the pause is to end within that time.
-
-        Raises:
-            ValueError: `until` is not in the future.
+        the peer is away at once. By default it rests if the pause is to end within that time. Raises ValueError if
+        `until` is not in the future.
         """
         now = self._clock.wall()
         if until is not None and not (math.isfinite(until) and now < until < MAX_UNTIL):

@@ -217,8 +217,7 @@ class Peer:
             await entrance.found(processes.me)
         elif not entrance.kept(wanted):
             self._tracker.set_state("joining", "asking which stage this peer works in")
-            met = processes.bootstrap.met
-            await entrance.enter(processes.me, wanted, processes.transport, lambda: met, self._say)
+            await entrance.enter(processes.me, wanted, processes.transport, processes.bootstrap.met, self._say)
         stage = entrance.seat.stage
         if not founding:
             self._say(f"this peer is in stage {stage} (of 0 to {len(manifest.stages) - 1})")

@@ -41,8 +41,7 @@ class StageEntrance:
     def kept(self, wanted: int | None) -> bool:
         """Take the stage of an earlier incarnation; False if this peer has none yet.
 
-        Raises:
-            StateError: what is kept is damaged, or of another stage than the one that the user wants.
+        Raises `StateError` if what is kept is damaged, or of another stage than the one that the user wants.
         """
         seat = seat_of(self._state.stage())
         if seat is None:
@@ -66,14 +65,14 @@ class StageEntrance:
         me: Member,
         wanted: int | None,
         transport: Transport,
-        peers: Callable[[], Collection[PeerId]],
+        peers: Collection[PeerId],
         say: Callable[[str], None],
     ) -> None:
-        """Ask other peers for a stage until one gives it, and save it."""
+        """Ask other peers, of whom more may be met meanwhile, for a stage until one gives it, and save it."""
         request = WantStage(me, ANY_STAGE if wanted is None else wanted)
         told = ""
         while True:
-            for peer in tuple(peers()):
+            for peer in tuple(peers):
                 try:
                     answer = await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS)
                     self.seat = self._seat(answer, wanted)

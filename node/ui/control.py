@@ -98,12 +98,9 @@ class ControlServer:
             request = json.loads(line)
         except (ValueError, RecursionError):
             request = None
-        match request:
-            case {"do": "status"}:
-                return to_json(self._status())
-            case dict():
-                return to_json(await self._command(request))
-        return to_json(await self._command({}))
+        if not isinstance(request, dict):
+            request = {}
+        return to_json(self._status() if request.get("do") == "status" else await self._command(request))
 
 
 async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> dict[str, Any]:
@@ -134,17 +131,17 @@ async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> 
 async def running(home: Path, deadline: float) -> tuple[Path, ...]:
     """State directories under `home` of peers that run and whose control socket is open."""
     found = []
-    for directory, place in _places(home):
+    for file in _files(home):
         with suppress(OSError, KeyError):
             async with asyncio.timeout_at(deadline):
-                _, writer = await asyncio.open_unix_connection(place["socket"])
+                _, writer = await asyncio.open_unix_connection(_read(file)["socket"])
             writer.transport.abort()
-            found.append(directory)
+            found.append(file.parent)
     return tuple(found)
 
 
-def _places(home: Path) -> list[tuple[Path, dict[str, Any]]]:
-    return [(file.parent, _read(file)) for file in sorted(home.glob(f"peer-*/{FILE}"))[:MAX_HOMES]]
+def _files(home: Path) -> list[Path]:
+    return sorted(home.glob(f"peer-*/{FILE}"))[:MAX_HOMES]
 
 
 def home() -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from node.page import server
+from node.page import app
 from node.page.keys import metrics_token
 from tests.support.report_examples import REPORT
 from tests.support.scripted_page import ScriptedPage
@@ -97,7 +97,7 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
 
 
 async def test_stalled_reader_is_dropped_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(app, "STALLED_SECONDS", 0.2)
     page, loop = ScriptedPage(tmp_path), asyncio.get_running_loop()
     async with page.serving():
         idle = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(10)]
@@ -124,7 +124,7 @@ async def test_stalled_reader_is_dropped_alone(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_idle_connections_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(app, "IDLE_SECONDS", 0.2)
     page = ScriptedPage(tmp_path)
     async with page.serving():
         silent, half = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(2)]
