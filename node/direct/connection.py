@@ -56,7 +56,7 @@ def is_silent(sock: socket.socket) -> bool:
 
 
 class DirectConnection:
-    """Reads and writes records. One task may read while another one writes."""
+    """One task may read while another one writes."""
 
     def __init__(self, sock: socket.socket, codecs: tuple[RecordSealer, RecordOpener]) -> None:
         self.peer_ended = False  # of the present stream
@@ -94,7 +94,6 @@ class DirectConnection:
             filled += await self._read_some(view[filled:])
 
     async def discard(self, at_most: int) -> None:
-        """Read and drop at least this many bytes."""
         while at_most > 0:
             low, high = self._plain
             self._plain = (high, high)
@@ -103,7 +102,7 @@ class DirectConnection:
                 await self._next_record(memoryview(b""))
 
     async def until_readable(self, deadline: float) -> bool:
-        """Whether anything has arrived by the deadline, also the end of the connection."""
+        """Also true at the end of the connection."""
         if self._have > self._used:
             return True
         try:
@@ -114,7 +113,6 @@ class DirectConnection:
         return True
 
     def is_quiet(self) -> bool:
-        """Whether the connection is open, and all that has arrived was read."""
         return not self.closed and self._have == self._used and self._peek() is None
 
     def has_ended(self) -> bool:
@@ -190,7 +188,6 @@ class DirectConnection:
         await self._give_way(size, writing=True)
 
     async def _read_some(self, into: memoryview) -> int:
-        """Fill a part of `into` from what is opened, or open the next record. Returns the number of bytes filled."""
         low, high = self._plain
         if low == high:
             return await self._next_record(into)
@@ -225,7 +222,7 @@ class DirectConnection:
         return 0
 
     async def _receive(self, need: int) -> None:
-        """Receive until `_in` holds `need` bytes, and at most the length of one more record."""
+        """At most the length of one more record is read ahead."""
         while self._have < need:
             self._require_open()
             try:
@@ -323,7 +320,6 @@ class DirectPipe:
         self.abort()
 
     def abort(self) -> None:
-        """Reset the stream. Harmless after `close`."""
         if not self._over:
             self._over = True
             self._connection.abort()

@@ -63,7 +63,7 @@ class TokenIssuer:
         return issued
 
     def redeem(self, token_id: bytes) -> IssuedToken | None:
-        """Take back a token; None if it is unknown, was used already, or has expired."""
+        """None if it is unknown, was used already, or has expired."""
         issued = self._issued.pop(token_id, None)
         return issued if issued and self._now() < issued.expires else None
 

@@ -128,16 +128,12 @@ class Inbound:
         awaited.set_result(connection)
 
     def _serve(self, peer: PeerId, connection: DirectConnection) -> None:
-        mine = Counter(self._served.values())[peer]
-        while self._idle and (len(self._served) >= _MAX_CONNECTIONS or mine >= _MAX_PER_PEER):
+        while (mine := Counter(self._served.values())[peer]) >= _MAX_PER_PEER or len(self._served) >= _MAX_CONNECTIONS:
             oldest = next((each for each in self._idle if mine < _MAX_PER_PEER or self._served[each] == peer), None)
             if oldest is None:
-                break
+                self._serving.refuse(peer, "too many direct connections")
+                return connection.abort()
             oldest.abort()
-            mine = Counter(self._served.values())[peer]
-        if len(self._served) >= _MAX_CONNECTIONS or mine >= _MAX_PER_PEER:
-            self._serving.refuse(peer, "too many direct connections")
-            return connection.abort()
         self._served[connection] = peer
         connection.on_closed = partial(self._closed, connection)
         self._await_stream(peer, connection)
@@ -184,8 +180,6 @@ class _Waiting:
 
 
 class DirectListener:
-    """Listens, and passes on connections that have shown a token."""
-
     def __init__(self, me: PeerId, issuer: TokenIssuer, on_connection: OnConnection, on_refused: OnRefused) -> None:
         self.port = 0
         self._me, self._issuer = me, issuer
@@ -196,7 +190,6 @@ class DirectListener:
         self._window_began, self._accepted = 0.0, 0
 
     def start(self, hosts: Sequence[str], port: int = 0) -> None:
-        """Listen on these IP addresses, all with one port; port 0 takes a free one."""
         for attempt in range(_PORT_ATTEMPTS):
             try:
                 self._sockets = _listening(hosts, port)

@@ -45,7 +45,7 @@ class TokenRequest(Header):
 
 @dataclass(frozen=True, slots=True)
 class TokenGrant(Header):
-    """Answers with tokens for `port` (0: none) of the host of the libp2p connection, valid for `seconds`."""
+    """Tokens for `port` (0: none) of the host of the libp2p connection, valid for `seconds`."""
 
     port: int = uint(MAX_PORT)
     cipher: str = text(32)

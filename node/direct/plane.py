@@ -89,7 +89,6 @@ class DirectPlane:
         return None
 
     def forget(self, peer: PeerId) -> None:
-        """Abort the connections with a peer, and void all tokens."""
         self._inbound.forget(peer)
         self.routes.pop(peer, None)
         for connection in [each for each, (owner, _) in self._connections.items() if owner == peer]:
@@ -117,7 +116,6 @@ class DirectPlane:
         return await self._ask(peer, route, await self._connected(peer, route, until), method, until)
 
     async def _connected(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
-        """A new connection to a peer, dialled by this peer or else by the other one."""
         try:
             kind, connection = RouteKind.DIRECT, await self._dialled(peer, route, until)
         except NotDirect as error:

@@ -58,8 +58,6 @@ def token_id(secret: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What both sides know when a connection has been opened, from which its keys follow."""
-
     cipher: str
     secret: bytes
     client: PeerId
@@ -85,8 +83,6 @@ class Handshake:
 
 
 class Nonces:
-    """Nonces of one direction: 12 bytes, big-endian."""
-
     def __init__(self) -> None:
         self._next = 0
 

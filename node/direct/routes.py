@@ -75,7 +75,6 @@ class Route:
         return len(self._tokens) if now < self._expires else 0
 
     def take_token(self, now: float) -> tuple[tuple[str, int], ConnectionToken]:
-        """Use a token: where to dial, and what to show there. Raises `NotDirect` if there is none."""
         if not self.tokens_left(now):
             raise NotDirect("it has no direct port")
         if self._where[1] < MIN_PORT:
@@ -98,5 +97,4 @@ def host_of(address: str) -> str | None:
 
 
 def hosts_of(listen: Sequence[str]) -> tuple[str, ...]:
-    """The IP addresses of multiaddrs to listen on, each once."""
     return tuple(dict.fromkeys(host for address in listen if (host := host_of(address))))

@@ -52,7 +52,6 @@ def read_addresses(me: PeerId, path: Path) -> AddressLine | str:
 
 
 def parse_addresses(me: PeerId, data: bytes) -> AddressLine | str:
-    """Parse the content of a file; if that fails, return a user-facing reason. No I/O."""
     if len(data) > MAX_BYTES:
         return f"longer than {MAX_BYTES >> 10} KiB: is it a file of addresses?"
     found: dict[str, None] = {}

@@ -65,8 +65,6 @@ AssignStage: TypeAlias = Callable[[PeerId, WantStage], Awaitable[StageReply | St
 
 
 class BootstrapServer:
-    """Answers joiners that ask which run this is or for a stage, and requests for this peer's status."""
-
     def __init__(
         self,
         transport: Transport,
@@ -160,7 +158,7 @@ class _Refusals:
         self._what, self._left, self._causes = what, set(addresses), Counter[str]()
 
     def failed(self, address: str, why: str) -> str:
-        """Note a failure. Returns the line if this was the last address to fail."""
+        """Returns the line if this was the last address to fail."""
         if address not in self._left:
             return ""
         self._left.remove(address)
@@ -220,7 +218,6 @@ class BootstrapClient:
         return await asyncio.shield(self._found)
 
     def stop(self) -> None:
-        """Stop trying; the caller continues without an answer."""
         self._stopped = True
         for each in self._tries.values():
             each.cancel()

@@ -43,8 +43,6 @@ ANSWER_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ResumableRun:
-    """A run that a state directory holds and that is not over."""
-
     manifest: Manifest
     run: RunInfo
     has_state: bool
@@ -99,7 +97,6 @@ class RestartPoint:
     shares_anchor: bool = True  # the run has replicated state; if not, the chain is empty, any checkpoint is usable
 
     def description(self) -> str:
-        """Where the peer starts from, for the user; empty if there is no checkpoint."""
         return f"from {_listed(self.checkpoints[:1])}" if self.checkpoints else ""
 
     def waiting_reason(self, me: Member, fork_peers: int) -> str:

@@ -29,28 +29,27 @@ if TYPE_CHECKING:
 
 
 class RunSelector:
-    def __init__(self, config: PeerConfig, protocols: Collection[str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: PeerConfig, state: StateDir, protocols: Collection[str], say: Callable[[str], None]
+    ) -> None:
         self.alone = False  # no peer answered
         self.own = False  # the run is the one in the state directory, resumed without an answer from others
-        self._config, self._protocols, self._say = config, protocols, say
+        self._config, self._state, self._protocols, self._say = config, state, protocols, say
         self._expected, self._held = config.run_id, ""
 
-    def held(self, state: StateDir, wanted: RunConfig | None) -> resume.ResumableRun | None:
-        """The run that the directory holds, if not to be replaced; `StateError` if it is another than the `wanted`
-        one.
-        """
-        held = None if self._config.new else resume.find_resumable(state, asks=bool(self._config.bootstrap))
+    def held(self, wanted: RunConfig | None) -> resume.ResumableRun | None:
+        """The run that the directory holds, if not to be replaced; `StateError` if it is not the `wanted` one."""
+        held = None if self._config.new else resume.find_resumable(self._state, asks=bool(self._config.bootstrap))
         if held and wanted not in (None, held.manifest.config):
             raise StateError(
-                f"{state.path} holds another run, which is not over: --new starts the run that you asked for"
+                f"{self._state.path} holds another run, which is not over: --new starts the run that you asked for"
             )
         return held
 
-    def over(self, state: StateDir, wanted: RunConfig | None) -> str:
-        """A user-facing line if the user means the run in the directory and that run is over; `StateError` for another
-        run.
-        """
-        held, config = run_id(state.manifest()), self._config
+    def over(self, wanted: RunConfig | None) -> str:
+        """A user-facing line if the user means the directory's run, and it is over; `StateError` for another run."""
+        state, config = self._state, self._config
+        held = run_id(state.manifest())
         if config.new or not held or not state.is_over:
             return ""
         if config.run_id and held.startswith(config.run_id):
@@ -63,14 +62,14 @@ class RunSelector:
             raise StateError(f"{state.path} holds another run, which is over: {resume.ANOTHER}")
         return _over(held, state)
 
-    def is_over(self, state: StateDir, run: RunInfo) -> str:
+    def is_over(self, run: RunInfo) -> str:
         """A user-facing line if `run`, by which a peer answered, is the one in the directory, which is over."""
-        there = unseal(run.sealed, verify).run_id
+        there, state = unseal(run.sealed, verify).run_id, self._state
         return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
 
-    def addresses(self, state: StateDir) -> tuple[str, ...]:
+    def addresses(self) -> tuple[str, ...]:
         """Addresses to ask: those that the user gave and, if they may be of the same run, those of peers met before."""
-        config = self._config
+        config, state = self._config, self._state
         held = self._held = "" if config.new else run_id(state.manifest())
         if config.bootstrap and not (config.run_id and held.startswith(config.run_id)):
             return config.bootstrap
@@ -86,16 +85,14 @@ class RunSelector:
         if not genuine:
             raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
 
-    async def ask(
-        self, entry: BootstrapClient, state: StateDir, addresses: Sequence[str], held: resume.ResumableRun | None
-    ) -> RunInfo:
+    async def ask(self, entry: BootstrapClient, addresses: Sequence[str], held: resume.ResumableRun | None) -> RunInfo:
         """Ask the peers at these addresses for the run. If none answers in time, resume the one in the directory."""
         if not self._config.bootstrap:
             run = f"run {self._expected[:12]}" if self._expected else "the earlier run"
             self._say(f"rejoining {run} (use --new to start a new run)")
-        elif state.is_over:
-            self._say(f"the run in {state.path} is over: asking at the given addresses for another")
-        met = state.peers()
+        elif self._state.is_over:
+            self._say(f"the run in {self._state.path} is over: asking at the given addresses for another")
+        met = self._state.peers()
 
         def is_meant() -> bool:
             if held is None or not held.has_state:
@@ -149,7 +146,6 @@ def _over(run: str, state: StateDir) -> str:
 
 
 def asks(sources: Sequence[str]) -> str:
-    """Status text of a peer that asks which run to join."""
     files = [each.removeprefix(FILE_SIGN) for each in sources if each.startswith(FILE_SIGN)]
     places = [f"{len(sources) - len(files)} addresses"] if len(files) < len(sources) else []
     return f"asking at {' and '.join([*places, *(f'those in {each}' for each in files)])} which run this is"

@@ -34,8 +34,6 @@ EXPECTED: Mapping[tuple[int, int], float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """How a run's model is cut: stages, numbers of parameters, and the cut as text with measured times, if any."""
-
     entries: tuple[StageEntry, ...]
     elements: tuple[int, ...]
     table: str = ""

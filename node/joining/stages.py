@@ -131,7 +131,6 @@ class Seats:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Stages without a first member, as far as this peer knows."""
         return tuple(stage for stage in range(self.stages) if stage not in self.known)
 
 

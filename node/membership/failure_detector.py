@@ -16,8 +16,6 @@ _DEVIATION_GAIN = 1 / 4
 
 
 class FailureDetector:
-    """Decides when a peer that sends a heartbeat about every second has been silent for too long."""
-
     def __init__(self, now: float) -> None:
         self._heard = now
         self._mean_seconds = PULSE_SECONDS
@@ -39,5 +37,4 @@ class FailureDetector:
         return min(max(usual, FLOOR_SECONDS), CEILING_SECONDS)
 
     def due(self) -> float:
-        """Time at which the peer becomes suspected unless a heartbeat arrives before."""
         return self._heard + self.patience_seconds

@@ -76,7 +76,7 @@ class HandshakeProtocol:
         return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, self.activity.value)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
-        """Verify a peer's greeting. The message of `BadPayload` is meant for the peer's user."""
+        """The message of `BadPayload` is meant for the peer's user."""
         if hello.version != VERSION:
             raise BadPayload(f"runs protocol {hello.version}, this peer {VERSION}: update the older one")
         if hello.run != self._local.run:

@@ -121,7 +121,7 @@ class Heartbeat(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantRun(Header):
-    """A joiner's request for the run's description; answered with `RunReply`."""
+    """Answered with `RunReply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class RunReply(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantStatus(Header):
-    """A request for this peer's status, from any peer; answered with `StatusReply`."""
+    """From any peer; answered with `StatusReply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,6 @@ class StageReply(Header):
 
 @dataclass(frozen=True, slots=True)
 class StageRejected(Header):
-    """The joiner gets no stage now."""
-
     why: str = text(200)
 
 

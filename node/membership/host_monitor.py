@@ -78,8 +78,6 @@ def _long(seconds: float) -> str:
 
 
 class HostMonitor:
-    """Checks clock and addresses of this machine at each tick."""
-
     def __init__(
         self, clock: Clock, addresses: Callable[[], Sequence[str]], say: Callable[[str], None] = log.warning
     ) -> None:

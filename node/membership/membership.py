@@ -91,7 +91,6 @@ class Membership:
         return tuple(sorted((self._local.me, *members)))
 
     async def changed(self, since: int, deadline: Deadline) -> int:
-        """Wait until `version` exceeds `since`; returns the version then, or at the deadline."""
         with suppress(TimeoutError):
             await self._changed.until(lambda: self.version > since, deadline)
         return self.version
@@ -167,13 +166,11 @@ class Membership:
         return contact.said.rounds if contact else 0
 
     def announce_rounds(self, rounds: int) -> None:
-        """Tell all peers at once how many training rounds have ended at this peer of stage 0."""
         assert self._local.stage is not None
         self._local.stage.rounds = max(rounds, self._local.stage.rounds)
         self._hurry()
 
     def announce_rate(self, rate: float) -> None:
-        """Tell the others how many microbatches/s this peer can compute."""
         assert self._local.stage is not None
         self._local.stage.rate = rate
 

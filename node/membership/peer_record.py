@@ -74,7 +74,6 @@ class PeerRecord:
         return AGAIN_SECONDS if self.live and not self.cut else DIAL_SECONDS
 
     def pause_seconds(self, wanted: bool) -> float:
-        """Doubles from one failure to the next, up to a limit."""
         limit = WANTED_PAUSE_SECONDS if wanted else UNWANTED_PAUSE_SECONDS
         return float(min(limit, 0.5 * 2 ** min(self.failures, 10)))
 

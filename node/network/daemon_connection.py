@@ -44,8 +44,6 @@ use_hivemind_log_handler("nowhere")  # hivemind would write to stderr itself: le
 
 
 class DaemonConnection:
-    """A p2pd process and the connections to its control socket."""
-
     def __init__(self, daemon: ChildProcess, control: Path) -> None:
         self.client: Any = None  # hivemind's `P2P`, for its DHT
         self.addresses: tuple[str, ...] = ()  # without p2pd's id, and at most a few seconds old, as are `peers`
@@ -82,7 +80,7 @@ class DaemonConnection:
         await self._look()
 
     async def stream(self, peer: PeerId, seconds: int) -> tuple[SocketPipe, str]:
-        """Open a stream of Starling's libp2p protocol. Also returns the peer's multiaddr."""
+        """Also returns the peer's multiaddr."""
         target = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[_PROTOCOL], timeout=seconds)
         response, reader, writer = await self._ask(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
         return SocketPipe(reader, writer), _text(response.streamInfo.addr)
@@ -106,7 +104,6 @@ class DaemonConnection:
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Kill p2pd when it has not answered twice in a row."""
         missed = 0
         while missed < _PROBES:
             await asyncio.sleep(0 if missed else _PROBE_EVERY_SECONDS)
@@ -148,7 +145,7 @@ class DaemonConnection:
         return response, reader, writer
 
     async def close(self) -> None:
-        """End the daemon and the client's tasks, which hivemind does not await, or loses track of."""
+        """hivemind does not await the client's tasks, or loses track of them."""
         self.gone.set()
         if self.client is not None:
             control = self.client._client.control

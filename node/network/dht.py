@@ -162,7 +162,6 @@ class DhtDirectory:
 
 
 def _content(packed: bytes) -> bytes:
-    """Remove hivemind's own packing from a record."""
     try:
         content = loads(packed)
     except ValueError:

@@ -79,7 +79,6 @@ def has_crossed(words: str, before: str | None) -> bool:
 
 
 def not_listening(words: str) -> str | None:
-    """User-facing line if p2pd did not start because a port is taken; else None."""
     taken = [f"{found['kind']} {found['address']}" for found in _TAKEN.finditer(words)]
     if not taken:
         return None

@@ -52,7 +52,7 @@ class DirectoryRecord:
 
 
 def unpack(packed: bytes) -> DirectoryRecord:
-    """Decode a record. Its signature is not checked."""
+    """The signature is not checked."""
     if len(packed) > HINT_BYTES:
         raise BadPayload("a record that is too large")
     try:
@@ -65,7 +65,6 @@ def unpack(packed: bytes) -> DirectoryRecord:
 
 
 def check(hint: DirectoryRecord, run: bytes, now: float, signer: Signer) -> None:
-    """Verify expiry and signature of a record at wall time `now`; raises BadPayload."""
     if not math.isfinite(hint.expires) or hint.expires > now + TTL_SECONDS + _SKEW_SECONDS:
         raise BadPayload("a record that is valid for too long")
     if hint.expires <= now:

@@ -174,7 +174,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
                 _OwnedTasks.create_task(self.call_ping(doubtful[1]))
 
     async def _admit(self, request: Any, context: P2PContext) -> Key:
-        """Check a request against the limits, and return the id of the node that sent it."""
+        """Returns the id of the node that sent the request."""
         _owner.set(self.tasks)
         second, peer = int(asyncio.get_running_loop().time()), context.remote_id.to_base58()
         if second != self._second:

@@ -135,7 +135,6 @@ class LibP2PTransport:
 
     @property
     def daemon_pid(self) -> int | None:
-        """None while p2pd is down."""
         return self._link.daemon.pid if self._link else None
 
     async def link(self) -> DaemonConnection:
@@ -325,7 +324,7 @@ class LibP2PTransport:
             self._up.set()
 
     async def _relaunch(self) -> DaemonConnection:
-        """Start p2pd again, until it succeeds. After a few failures, give up its old port, which may be taken."""
+        """After a few failures, give up the old port, which may be taken."""
         attempt = 0
         while True:
             await asyncio.sleep(_BACKOFF_SECONDS[min(self._starts_in_a_row, len(_BACKOFF_SECONDS) - 1)])

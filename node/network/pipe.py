@@ -91,7 +91,7 @@ class SocketPipe:
         await self._gone()
 
     def abort(self) -> None:
-        """Abort at once: for the other side the stream ends without a marker. Harmless after `close` and `reset`."""
+        """For the other side the stream ends without a marker. Harmless after `close` and `reset`."""
         if not self._transport.is_closing():
             self._transport.abort()
 

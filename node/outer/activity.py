@@ -45,7 +45,6 @@ class ActivitySwitch:
             self.tell(min(wanted, Activity.REST))
 
     def tell(self, activity: Activity) -> None:
-        """Tell the other peers, if it is new."""
         if activity is not self._told:
             self._told = activity
             self.announce(activity)
@@ -54,11 +53,10 @@ class ActivitySwitch:
         self._changed.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds, which is checked after each `wake`."""
         await self._changed.until(condition, math.inf)
 
     async def unless(self, condition: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
-        """Do some work, or return None: it is cancelled when a condition holds, which is checked after each `wake`."""
+        """Do some work, or return None: it is cancelled when the condition holds."""
         working = asyncio.ensure_future(work)
         asked = asyncio.create_task(self.until(condition))
         try:

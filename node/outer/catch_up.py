@@ -1,7 +1,6 @@
 """Brings a peer's outer state to the head of a verified chain: a start state, and the means of the rounds since.
 
-Everything happens on a copy. The peer's own state stays as it is until the head is reached, and remains the peer's
-state if the head is not reached.
+Everything happens on a copy: if the head is not reached, the peer's own state stays as it was.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ VOUCHED_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CatchUpResult:
-    """The state at the head of the chain."""
-
     state: OuterState
     replayed_rounds: int
     finite: bool  # its parameters, after every step
@@ -111,7 +108,6 @@ class CatchUp:
         return CatchUpResult(await self._copy(snapshot), 0, True, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:
-        """A new state that equals `source`. Raises StateUnavailable if the file of a snapshot fails."""
         state = await self.own.copy()
         if source is not self.own:
             try:
@@ -123,9 +119,7 @@ class CatchUp:
     async def _replay(
         self, start: OuterState | Snapshot, lineage: bytes, snapshot: Snapshot | None = None
     ) -> CatchUpResult:
-        """Copy a state, and replay the outer steps since its lineage. Raises StateUnavailable if that leads elsewhere,
-        or nowhere.
-        """
+        """Copy a state, and replay the outer steps since its lineage."""
         replayed, finite = 0, True
         links = self.chain.since(lineage)
         trained = [self.chain.trained_at(link.record.parent) for link in links]  # now: the chain may move on meanwhile

@@ -48,14 +48,11 @@ class ClosingResult:
 
 
 class ClosingPhase:
-    """The end of a run at one peer."""
-
     def __init__(self, averager: ClosingAverager, run_rounds: int, rounds: Callable[[], Mapping[PeerId, int]]) -> None:
         """`rounds` returns the round of each other peer that is live and does not leave."""
         self._averager, self._run_rounds, self.rounds = averager, run_rounds, rounds
 
     def is_due(self, round_number: int) -> bool:
-        """Whether this round is past the end of the run, and other peers are live."""
         return round_number >= self._run_rounds and bool(self.rounds())
 
     def behind(self) -> tuple[PeerId, ...]:

@@ -75,7 +75,6 @@ class ErrorFeedback:
         return 4 * len(self.residual)
 
     async def save(self, path: Path) -> None:
-        """Write the residual to a file; raises OSError if that fails."""
         await self._compute.run(lambda: tensors.write(path, {_NAME: self.residual}, _ABOUT), 2 * self.bytes)
 
     async def load(self, path: Path | None) -> None:

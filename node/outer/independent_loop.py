@@ -1,10 +1,7 @@
 """The outer loop of a peer with independent state: train, step and average with the partners, report.
 
-A mixing strategy (`node.outer.mixing`) decides which vectors are exchanged, and applies the mean. By default, peers
-average their states after the outer step.
-
-The peer shares no chain with the others: `parent` and `lineage` of a report are the roots of its state before and
-after the round.
+A mixing strategy (`node.outer.mixing`) decides which vectors are exchanged, and applies the mean. The peer shares no
+chain with the others: `parent` and `lineage` of a report are the roots of its state before and after the round.
 """
 
 from __future__ import annotations
@@ -56,8 +53,6 @@ LATE_SHARE = 0.5
 
 
 class IndependentOuterLoop(OuterLoop):
-    """The outer loop of a peer with independent state. The chain is the peer's own rounds."""
-
     SHARES_ANCHOR = False
     chain: LocalHistory
 
@@ -127,9 +122,9 @@ class IndependentOuterLoop(OuterLoop):
             await self._keep()
 
     async def start_from(self, snapshot: Snapshot) -> None:
-        """Take over the state and the round of a snapshot: of an earlier incarnation, or of another peer.
+        """Take over the state and the round of a snapshot, this peer's or another's; call `settle` afterwards.
 
-        Call `settle` afterwards. Raises OSError, with nothing changed, if the snapshot cannot be read.
+        Raises OSError, with nothing changed, if the snapshot cannot be read.
         """
         await self._mixing.take(snapshot)
         self.chain.key = replace(self.key, round=max(self.key.round, snapshot.round))
@@ -168,7 +163,6 @@ class IndependentOuterLoop(OuterLoop):
     # -- a round ------------------------------------------------------------------------------------------------------
 
     async def run_round(self) -> RoundReport:
-        """Train, step, average with the partners of this round (or keep this peer's own step), and report."""
         head, watch, mixing = self.chain.head, LapTimer(), self._mixing
         key = head.key
         self._begin_round(key.lineage)
@@ -207,7 +201,6 @@ class IndependentOuterLoop(OuterLoop):
         return mean, work
 
     async def _close(self, key: RoundKey, watch: LapTimer) -> ClosingResult:
-        """Run the closing exchanges, if that was the run's last round and this peer does not leave."""
         closing = self._closing
         if closing is None or self.leaving or not closing.is_due(self.key.round):
             return ClosingResult()
@@ -226,10 +219,8 @@ class IndependentOuterLoop(OuterLoop):
         return closed
 
     def _set_limit(self, mean: AveragingResult, work: LocalProgress, watch: LapTimer) -> None:
-        """Set how long the next round may take.
-
-        Only complete rounds count, not those that others cut short: a peer that joins at the end of a round would have
-        too little time to average in all rounds after it.
+        """Only complete rounds count: a peer that joins at the end of one would have too little time to average in all
+        later ones.
         """
         if mean.outcome is Outcome.COMMITTED and work.complete and not self._rested:
             self._learn_limit(watch)

@@ -75,7 +75,7 @@ class MixingStrategy(ABC):
         """Let other peers average with this peer while it trains."""
 
     async def reclaim(self, session: IndependentSession) -> None:
-        """Stop sharing after training. The state includes the exchanges that took place meanwhile."""
+        """Stop sharing. The state includes the exchanges that took place meanwhile."""
         self.undone, self.held = 0, await session.reclaim()
 
     @abstractmethod
@@ -116,7 +116,6 @@ class MixingStrategy(ABC):
         self.held = {}
 
     def _undo(self, held: Mapping[PeerId, Contribution]) -> None:
-        """Count the exchanges with these peers as reverted."""
         self.undone += sum(len(each.messages) for each in held.values())
 
     def _give_up(self, mean: AveragingResult, why: str) -> AveragingResult:
@@ -126,8 +125,6 @@ class MixingStrategy(ABC):
 
 
 class StateMixing(MixingStrategy):
-    """Exchanges stepped states: parameters and momentum."""
-
     def share(self, session: IndependentSession) -> None:
         session.share([self._state.anchor, self._state.velocity])
 
@@ -141,7 +138,7 @@ class StateMixing(MixingStrategy):
         return (mean if stepped else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
     async def _step(self, work: LocalProgress, trained: int) -> bool:
-        """Take the peer's own outer step, if it has trained. Returns whether the result is finite."""
+        """Returns whether the result is finite."""
         if not work.tokens:
             return True
         await self._read()
@@ -225,7 +222,7 @@ class PullMixing(MixingStrategy):
         return mean
 
     async def _step(self, trained: int) -> bool:
-        """Take the step by the mean. Returns whether the result is finite."""
+        """Returns whether the result is finite."""
         if not await self._state.advance(self._shared, trained):
             return False
         await self._compute.run(lambda: self._delta.copy_(self._shared), 8 * len(self._shared))

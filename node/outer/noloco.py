@@ -56,7 +56,6 @@ class NoLoCo:
         self._extra = extra
 
     def at(self, trained: int) -> NoLoCo:
-        """The same rule in all rounds."""
         return self
 
     def offer(self, phi: Vector, delta: Vector, into: Vector) -> None:

@@ -48,8 +48,6 @@ PAUSE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """Result of one round at this peer."""
-
     head: Head  # before the round
     mean: AveragingResult  # COMMITTED only if it was applied
     work: LocalProgress
@@ -59,8 +57,6 @@ class RoundResult:
 
 
 class OuterLoop(ABC):
-    """The base of the outer loops: holds the outer state, and trains and reports in each round."""
-
     SHARES_ANCHOR: ClassVar[bool] = True
     """Whether all peers measure their work from one state."""
     chain: RoundHistory
@@ -101,7 +97,7 @@ class OuterLoop(ABC):
         return self._waiting_for()
 
     def set_last_round(self, last: bool) -> None:
-        """Say whether the next round is this peer's last; it ends as any other, and its offer says so."""
+        """The last round ends as any other, and its offer says so."""
         self._last_round = last
 
     async def start_from(self, snapshot: Snapshot) -> None:
@@ -143,9 +139,7 @@ class OuterLoop(ABC):
         """As `_settle`, for a state that is hashed already."""
 
     async def keep(self) -> None:
-        """Write a checkpoint of the state that the present round begins from, at any time; waits while the state
-        changes.
-        """
+        """Write a checkpoint of the state that the present round begins from. Waits while the state changes."""
         async with self._changing:
             if self._checkpoints and self._is_settled:
                 await self._keep()
@@ -224,17 +218,14 @@ class OuterLoop(ABC):
     # -- a round ------------------------------------------------------------------------------------------------------
 
     def _begin_round(self, parent: bytes) -> None:
-        """A round begins. What was said in the last one holds no longer, unless it is the same round again."""
+        """What was said in the last round holds no longer, unless it is the same round again."""
         self._departs &= parent == self._parent
         self._parent, self._rested = parent, self.activity.pauses
 
     async def _train(
         self, session: AveragingSession, key: RoundKey, state_root: bytes, surplus: bool
     ) -> tuple[LocalProgress, list[int]]:
-        """Train until the round of this key, as the trainer's schedule counts it, is called.
-
-        Returns the work, and the tokens of each offer that was made of it.
-        """
+        """Returns the work, and the tokens of each offer that was made of it."""
         offers: list[int] = []
         self._waiting_for = session.waiting_for
 
@@ -270,7 +261,6 @@ class OuterLoop(ABC):
     def _report_catch_up(
         self, head: Head, sync: SyncServiceBase[Any], watch: LapTimer, *, caught_up: bool, finite: bool = True
     ) -> RoundReport:
-        """Report an attempt to catch up that began at `head`."""
         blamed, sent, received = sync.accounting.take()
         outcome = Outcome.SUPERSEDED if caught_up else Outcome.UNDECIDED
         mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)

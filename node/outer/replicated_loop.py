@@ -1,7 +1,4 @@
-"""The outer loop of a peer with replicated state: train, average, step, report.
-
-A peer that missed rounds catches up with the decisions of the others.
-"""
+"""The outer loop of a peer with replicated state: train, average, step, report, and catch up with missed rounds."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ class ReplicatedOuterLoop(OuterLoop):
 
     @property
     def may_be_away(self) -> bool:
-        """Whether this peer is to be away, and has left the roster, or was never in it."""
+        """Whether it is to be away, and has left the roster, or was never in it."""
         here = self.leaving or self.me in self.chain.head.roster
         return self.activity.wanted is Activity.AWAY and not here
 
@@ -127,7 +124,7 @@ class ReplicatedOuterLoop(OuterLoop):
     # -- a round ------------------------------------------------------------------------------------------------------
 
     async def run_round(self) -> RoundReport:
-        """Train, average, step and report once. A peer outside the head's roster observes, and asks to be admitted."""
+        """A peer outside the head's roster observes, and asks to be admitted."""
         head, watch = self.chain.head, LapTimer()
         self._begin_round(head.key.lineage)
         async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
@@ -221,8 +218,8 @@ class ReplicatedOuterLoop(OuterLoop):
         """Switch to the best branch that others can prove, and fetch its state; a joiner fetches that of its head.
 
         What was trained since the anchor is dropped. Never raises for what other peers do: the outcome `undecided` says
-        that nothing has changed, and that another try may succeed. So it is with a peer outside the roster that is
-        asked to be away. The branch may have grown meanwhile: the next round finds out.
+        that nothing has changed, and that another try may succeed. The branch may have grown meanwhile: the next round
+        finds out.
         """
         head, watch = self.chain.head, LapTimer()
         seconds = deadline - watch.began
@@ -246,7 +243,7 @@ class ReplicatedOuterLoop(OuterLoop):
         return replace(report, lost_rounds=lost_rounds, lost_tokens=lost_tokens, replayed_rounds=replayed)
 
     async def _adopt(self, branch: Branch | None, reached: CatchUpResult) -> tuple[int, int]:
-        """Take the state that was reached; returns the rounds, and the tokens of this peer, that the switch costs."""
+        """Returns the rounds, and the tokens of this peer, that the switch costs."""
         await self.state.take(reached.state)
         if self.feedback:
             self.feedback.forget()

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from typing import TypeAlias
 
 from protocols.base import Head, Member, RoundKey
-
-
-class RoundHistory(Protocol):
-    """`protocols.history.chain.Chain`, or `LocalHistory` where no anchor is shared."""
-
-    @property
-    def head(self) -> Head:
-        """The tip, which the next round extends."""
-
-    @property
-    def lacks_state(self) -> bool:
-        """Whether this peer does not have the state at the head."""
-
-    @property
-    def trained(self) -> int:
-        """Number of training rounds so far. A run has a fixed number of them."""
-
-    def members(self, limit: int) -> Iterable[Member]:
-        """At most `limit` members of past rosters, the latest first."""
+from protocols.history.chain import Chain
 
 
 class LocalHistory:
@@ -49,3 +30,7 @@ class LocalHistory:
 
     def members(self, limit: int) -> tuple[Member, ...]:
         return ()
+
+
+RoundHistory: TypeAlias = Chain | LocalHistory
+"""A peer's position in its run: `LocalHistory` where no anchor is shared."""

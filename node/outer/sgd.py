@@ -41,7 +41,6 @@ class OuterSGD:
         self._rounds, self._decay, self._extra = rounds, decay, extra
 
     def at(self, trained: int) -> OuterSGD:
-        """The step of a training round; `trained` is the number of those before it."""
         if not self._decay * self._rounds:
             return self
         left = max(0.0, (1 - (trained + 1) / self._rounds) / self._decay)
@@ -89,7 +88,6 @@ def _pattern(count: int, step: int) -> Vector:
 
 
 def self_test_digest() -> str:
-    """Hash of the arithmetic that all members of a run must agree on: decoding and outer steps."""
     anchor, velocity = _pattern(4096, 1), torch.zeros(4096)
     outer = OuterSGD(0.7, 0.9)
     digest = hashlib.sha256()
@@ -106,7 +104,7 @@ def self_test_digest() -> str:
 
 
 def self_test() -> None:
-    """Check that this machine computes the bits that all others do; raises RuntimeError if not."""
+    """Raises RuntimeError if this machine does not compute the bits that all others do."""
     if float(torch.tensor([1e-40]) * torch.tensor([0.5])) == 0.0:
         raise RuntimeError("this process flushes subnormal numbers to zero; call torch.set_flush_denormal(False)")
     if self_test_digest() != SELF_TEST_DIGEST:

@@ -52,13 +52,13 @@ def mean(sketches: Sequence[Sketch]) -> Sketch:
 
 
 def distance(one: Sketch, middle: Sketch) -> float:
-    """Estimate ‖θ − mean‖ / ‖mean‖; nan if a sketch is not finite or the mean is zero."""
+    """‖θ − mean‖ / ‖mean‖; nan if a sketch is not finite or the mean is zero."""
     whole = norm(middle)
     return norm([a - b for a, b in zip(one, middle, strict=True)]) / whole if whole else math.nan
 
 
 def spread(sketches: Sequence[Sketch]) -> float:
-    """Estimate max ‖θ_i − mean‖ / ‖mean‖ over the peers; 0 for one peer, nan for none."""
+    """max ‖θ_i − mean‖ / ‖mean‖ over the peers; 0 for one peer, nan for none."""
     middle = mean(sketches)
     return max((distance(each, middle) for each in sketches), default=math.nan)
 
@@ -71,7 +71,7 @@ def pack(numbers: Sketch) -> bytes:
 
 
 def unpack(data: bytes) -> Sketch | None:
-    """Decode a packed sketch from a peer; None if it is invalid."""
+    """None if it is invalid."""
     if len(data) != PACKED_BYTES:
         return None
     numbers = struct.unpack(f"<{NUMBERS}f", data)

@@ -26,16 +26,14 @@ class OuterState:
         self.index = SnapshotIndex(len(anchor), ())
 
     def root(self, round_number: int) -> bytes:
-        """The state root of this state before a round."""
         return self.index.state_root(round_number)
 
     async def hash(self) -> None:
         self.index = await self.compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
     async def step(self, delta: Vector, trained: int) -> bool:
-        """Take the outer step of a round along a mean pseudo-gradient, float32 (n), after `trained` training rounds.
-
-        Returns whether all parameters are finite.
+        """Step along a mean pseudo-gradient after `trained` training rounds. Returns whether all parameters are
+        finite.
         """
         finite = await self.advance(delta, trained)
         await self.hash()
@@ -55,10 +53,7 @@ class OuterState:
         return other
 
     async def take(self, source: OuterState | Snapshot) -> None:
-        """Copy the vectors and digests of `source`, which has the same size.
-
-        Raises OSError if a snapshot's file cannot be read; the vectors are undefined then.
-        """
+        """Copy vectors and digests. If a snapshot's file cannot be read (OSError), the vectors are undefined."""
 
         def copy() -> None:
             if isinstance(source, Snapshot):
@@ -71,7 +66,7 @@ class OuterState:
         self.index = source.index
 
     async def keep(self, snapshots: Snapshots, key: RoundKey) -> Snapshot | None:
-        """Add an immutable copy to the snapshots, as the state before a round; None if its file cannot be written."""
+        """Add a copy to the snapshots, as the state before a round; None if its file cannot be written."""
 
         def fill() -> Snapshot:
             snapshot = snapshots.new(key.lineage, key.round, self.index)

@@ -31,7 +31,6 @@ class ControlGroup:
     version: int = 2
 
     def read(self, name: str) -> str:
-        """Text of one of its files; empty if it cannot be read."""
         return _text(self.path / name) if self.path else ""
 
 
@@ -52,7 +51,7 @@ def groups(controller: str, process: Path = PROCESS) -> Iterator[ControlGroup]:
 
 
 def _mounted(mounts: str, controller: str, version: int) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yield (mounted part of the hierarchy, mount point). A container sees only its own part."""
+    """Yields (mounted part of the hierarchy, mount point). A container sees only its own part."""
     for line in mounts.splitlines():
         fields, _, source = line.partition(" - ")
         place, kind = fields.split(), source.split()
@@ -102,7 +101,7 @@ def memory_kills(group: ControlGroup) -> int | None:
 
 
 def memory_limit_bytes(group: ControlGroup) -> int | None:
-    """Memory limit of all processes in the group together; None: no limit, or not known."""
+    """Of all processes in the group together; None: no limit, or not known."""
     text = group.read("memory.max" if group.version == 2 else "memory.limit_in_bytes").strip()
     return int(text) if text.isdigit() and int(text) < _UNLIMITED_BYTES else None
 
@@ -131,9 +130,7 @@ def _quota(group: ControlGroup) -> str:
 
 
 def cores_of(text: str) -> float | None:
-    """Number of cores that a quota and its period (microseconds) allow; None without a limit, `max` or, in version 1,
-    -1.
-    """
+    """None without a limit: `max` or, in version 1, -1."""
     words = text.split()
     if len(words) != 2 or not all(word.isdecimal() and len(word) < 20 for word in words) or "0" in words:
         return None

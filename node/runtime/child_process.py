@@ -119,7 +119,7 @@ class ChildProcess:
         return " | ".join(self._last_lines) or "(no output)"
 
     async def ended(self) -> str:
-        """Wait until the process has ended, and return in one line how it did."""
+        """Returns in one line how it ended."""
         code = await self._process.wait()
         # Wait for the rest of its output, but not for ever: a child of its own may still hold the pipe open.
         await asyncio.wait([self._reading], timeout=_LAST_WORDS_SECONDS)

@@ -141,7 +141,7 @@ def create(path: Path) -> Identity:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory to disk, so that renames and links in it survive a power failure."""
+    """Renames and links in it then survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -60,7 +60,6 @@ class LoopLag:
         return p99_seconds, max_seconds
 
     def peek(self) -> float:
-        """The 99th percentile since the last `take`, seconds."""
         wanted, seen = math.ceil(0.99 * sum(self._counts)), 0
         for bin_number, count in enumerate(self._counts):
             seen += count

@@ -37,8 +37,6 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file, and the range of its bytes in the payload."""
-
     dtype: str
     shape: tuple[int, ...]
     first: int
@@ -52,10 +50,7 @@ def entry_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
-    """The header of a file, with its length: name -> (dtype, shape) in the order of their bytes. Deterministic.
-
-    `about` is metadata for human readers of the file.
-    """
+    """The header of a file, with its length. Deterministic. `about` is metadata for human readers of the file."""
     fields: dict[str, object] = {_METADATA: dict(about)} if about else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -118,11 +113,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, s
 
 def names(path: Path) -> tuple[str, ...]:
     """Raises `Unreadable`, OSError."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return tuple(read_header(file)[0])
-    finally:
-        os.close(file)
+    with path.open("rb", buffering=0) as file:
+        return tuple(read_header(file.fileno())[0])
 
 
 def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
@@ -130,9 +122,8 @@ def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 
     Raises `Unreadable` if the file is damaged or holds others, OSError; some tensors may have been copied then.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        found, start = read_header(file)
+    with path.open("rb", buffering=0) as file:
+        found, start = read_header(file.fileno())
         held = {name: (each.dtype, each.shape) for name, each in found.items()}
         if held != {name: entry_of(tensor) for name, tensor in into.items()}:
             raise Unreadable("its tensors are not those of this model and its optimiser")
@@ -140,11 +131,9 @@ def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
             at = start + found[name].first
             for piece in _pieces(tensor):
                 data, values = scratch(len(piece), tensor.dtype)
-                get(file, data, at)
+                get(file.fileno(), data, at)
                 piece.copy_(values)
                 at += len(data)
-    finally:
-        os.close(file)
 
 
 def scratch(elements: int, dtype: torch.dtype = torch.float32) -> tuple[memoryview, torch.Tensor]:
@@ -154,7 +143,7 @@ def scratch(elements: int, dtype: torch.dtype = torch.float32) -> tuple[memoryvi
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield consecutive flat views of at most 1 MiB each."""
+    """Consecutive flat views of at most 1 MiB each."""
     flat = tensor.detach().view(-1)
     step = PIECE_BYTES // flat.dtype.itemsize
     for low in range(0, len(flat), step):
@@ -162,7 +151,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def put(file: int, data: Buffer, offset: int) -> None:
-    """Write all of `data` at an offset of a file."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)

@@ -54,7 +54,7 @@ class Peer:
         self._on_asked = on_asked or self.finish
         self._processes = PeerProcesses(config, state, view)
         self._tracker, self._say = self._processes.tracker, self._processes.view.say
-        self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), self._say)
+        self._selector = RunSelector(config, state, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), self._say)
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
         self._finishing, self._failure, self._no_worker, self._no_result = False, "", "", ""
@@ -113,11 +113,11 @@ class Peer:
     async def _take_part(self) -> None:
         """Find the run and train in it, until it is over or this peer leaves."""
         processes, selector = self._processes, self._selector
-        if line := selector.over(self._state, self._wanted):
+        if line := selector.over(self._wanted):
             return self._end(line)
         async with processes.running(selector.judge, self._on_asked), AsyncExitStack() as stack:
             run = await self._find_run()
-            if run and (line := selector.is_over(self._state, run)):
+            if run and (line := selector.is_over(run)):
                 return self._end(line)
             entered = await (self._join_run(run, stack) if run else self._start_run(stack))
             manifest, info, start, worker, entrance = entered
@@ -144,10 +144,10 @@ class Peer:
     async def _find_run(self) -> RunInfo | None:
         """The run that an address leads to, else the one in the state directory; None if this peer is to start one."""
         state, selector = self._state, self._selector
-        held = selector.held(state, self._wanted)
-        if addresses := selector.addresses(state):
+        held = selector.held(self._wanted)
+        if addresses := selector.addresses():
             self._tracker.set_state("joining", asks(addresses))
-            return await selector.ask(self._processes.bootstrap, state, addresses, held)
+            return await selector.ask(self._processes.bootstrap, addresses, held)
         if held and held.has_state:
             return selector.resume_held(held)
         if not self._config.new:

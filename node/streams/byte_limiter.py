@@ -51,14 +51,14 @@ class TokenBucket:
         return max(self._burst_bytes, (self.rate or 0.0) * BURST_SECONDS)
 
     def set_rate(self, rate: float | None, now: float) -> None:
-        """Change the rate from now on. A debt stays, to be paid at the new rate, within its limit."""
+        """A debt stays, to be paid at the new rate, within its limit."""
         self._refill(now)
         self.rate = rate
         self._balance = min(self._balance, self._burst)
         self.spend(0, now)
 
     def spend(self, count: int, now: float) -> None:
-        """Take bytes out, whatever is in it; give them back if `count` is negative."""
+        """Take bytes out, whatever is in it; a negative `count` gives them back."""
         if self.rate is not None:
             self._refill(now)
             self._balance = max(self._balance - count, -self._debt_seconds * self.rate)
@@ -116,7 +116,7 @@ class ByteLimiter:
             raise
 
     def spend(self, count: int) -> None:
-        """Spend bytes that have passed already, without waiting."""
+        """Of bytes that have passed already."""
         if self.rate is not None:
             self._bucket.spend(count, self._now())
 

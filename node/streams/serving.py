@@ -40,8 +40,6 @@ class EndingPipe(Pipe, Protocol):
 
 
 class Serving:
-    """Opens and serves streams by their method, as their peer's traffic, and closes them in order."""
-
     def __init__(self, max_streams: int, max_streams_per_peer: int, traffic: Traffic) -> None:
         self.refused: Counter[tuple[PeerId, str]] = Counter()  # (peer, why) -> streams; the latest 1,024 pairs
         self._traffic = traffic

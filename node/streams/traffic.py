@@ -92,6 +92,6 @@ class Traffic:
         self._quota = quota
 
     def stream(self, peer: PeerId, method: str) -> StreamTraffic:
-        """The traffic of a stream with a peer. A stream without a method is control traffic."""
+        """A stream without a method is control traffic."""
         counter, by_stranger = self.meter.stream(peer, method), method == BOOTSTRAP_METHOD
         return StreamTraffic(counter, class_of(method), self.upload, self.download, self._quota, by_stranger)

@@ -96,7 +96,6 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | 
 
 
 def device_of(name: str) -> str:
-    """Raises `ValueError` if this machine has no such device."""
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return next(each for each in ("cuda", "mps", "cpu") if there[each])

@@ -42,7 +42,7 @@ def describe(error: BaseException) -> str:
 
 
 def report(error: BaseException, told: set[str]) -> str:
-    """Return `describe(error)`, and write the traceback to stderr, unless the line is among those `told` before."""
+    """Return `describe(error)`, and write the traceback to stderr if the line is not among those `told` before."""
     if (line := describe(error)) not in told:
         told.add(line)
         traceback.print_exception(error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error)
@@ -57,7 +57,7 @@ def write_where_it_stands() -> None:
 
 
 class FaultDump:
-    """Reads what `faulthandler` writes of a process that crashes, or that hangs and is asked where it stands."""
+    """Reads what `faulthandler` writes of a process that crashes, or that is asked where it stands."""
 
     def __init__(self) -> None:
         self.crash = ""  # such as "Segmentation fault"

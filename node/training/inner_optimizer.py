@@ -24,12 +24,11 @@ Included = Callable[[str, tuple[int, ...]], bool]
 
 
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether `decay = "matrices"` applies to a tensor."""
     return len(shape) >= 2 and ADAPTER not in name
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon trains a tensor: matrices, but not embeddings, output layers and adapters, told by their names."""
+    """Whether Muon trains a tensor: no embedding, output layer or adapter, as told by the name."""
     return len(shape) == 2 and ADAPTER not in name and not _INPUT_OR_OUTPUT.search(name)
 
 

@@ -34,7 +34,7 @@ class Usage:
 
 
 def usage(pid: int, proc: Path = _PROC) -> Usage | None:
-    """What the kernel has counted; None if it does not say, or if there is no such process."""
+    """None if the kernel does not say, or if there is no such process."""
     try:
         state, _ = _stat(proc / str(pid))
     except (OSError, ValueError, IndexError):
@@ -84,9 +84,8 @@ class Watchdog:
         self._stopped: float | None = None
 
     def look(self, now: float, steps: int, usage: Usage | None) -> str:
-        """Why the worker hangs, or nothing while it works.
-
-        `steps` changes with each inner step, and while the worker waits for data. `usage` may be unknown.
+        """Why the worker hangs; empty while it works. `steps` changes with each sign of progress; `usage` may be
+        unknown.
         """
         self._excuse(now - self._looked)
         if steps != self._steps:

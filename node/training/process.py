@@ -63,9 +63,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, spec: WorkerSpec, memory: int) -> WorkerProcess:
-        """Start a worker over the vectors' descriptor `memory`, and wait until it is ready. Raises WorkerError,
-        OSError.
-        """
+        """Start a worker over the vectors' descriptor, and wait until it is ready. Raises WorkerError, OSError."""
         ours, theirs = socket.socketpair()
         # `-P`: never import from the current directory.
         command = [
@@ -113,7 +111,7 @@ class WorkerProcess:
 
     @property
     def failure(self) -> str:
-        """Why the worker cannot continue, in one line: it said so, crashed or hangs; empty if not known."""
+        """Why the worker cannot continue, in one line; empty if that is not known."""
         if not self._said and self._dump.crash:
             return f"the worker crashed in {self._activity}: {self._dump.crash}{self._where}"
         return self._said

@@ -125,7 +125,7 @@ class RemoteTrainer:
         self._notifier.notify()
 
     async def release(self) -> None:
-        """End the worker between two steps. The next command that needs one starts another, which is no restart."""
+        """The next command that needs a worker starts another, which is no restart."""
         async with self._boundary():
             if worker := self._worker:
                 self._released, self._ended = True, worker
@@ -148,9 +148,7 @@ class RemoteTrainer:
             await self._compute.run(copy, 8 * len(source))
 
     def anchor(self) -> Vector:
-        """The anchor itself, float32. Its owner may change it between two rounds, and then calls `write`, which copies
-        nothing.
-        """
+        """The anchor itself. Its owner may change it between rounds, and then calls `write`, which copies nothing."""
         return self._shared.anchor
 
     async def evaluate(self) -> float:
@@ -158,12 +156,10 @@ class RemoteTrainer:
 
     @property
     def position(self) -> int:
-        """Batches that workers have drawn from this peer's stream of data."""
         return self._shared.position
 
     @property
     def carried(self) -> int:
-        """Tokens of work in the local parameters that no round has counted."""
         return self._carried
 
     @property

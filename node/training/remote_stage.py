@@ -102,7 +102,6 @@ class RemoteStage(RemoteTrainer):
         return NOTHING
 
     async def step(self, round_number: int, on_stepped: Callable[[], None]) -> tuple[bool, LocalProgress | None]:
-        """If the worker dies, the work starts again from zero."""
         try:
             async with self._weights_turn():
                 now = loop_time()

@@ -64,7 +64,6 @@ class Shared:
 
     @property
     def position(self) -> int:
-        """Batch at which the next step starts to draw its data, whether or not the present step completes."""
         return self._numbers[_POSITION]
 
     @property
@@ -77,7 +76,7 @@ class Shared:
         self._numbers[_THREADS] = count
 
     def claim(self, position: int) -> None:
-        """Mark the batches before `position` as drawn, before a step."""
+        """Mark the batches before `position` as drawn, before a step that may not complete."""
         self._numbers[_POSITION] = position
 
     def waited(self) -> None:

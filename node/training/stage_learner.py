@@ -56,7 +56,6 @@ class ActivationCodec:
         return _bytes(activation.detach().cpu().to(_DTYPES[self.name]))
 
     def decode(self, data: Buffer) -> torch.Tensor:
-        """Raises `BadPayload`: wrong size, or not finite."""
         if len(data) != (due := self.sizes.activation_bytes):
             raise BadPayload(f"an activation of {len(data)} bytes where {due} are due")
         flat = torch.frombuffer(bytearray(data), dtype=_DTYPES[self.name])
@@ -92,8 +91,6 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 @dataclass(slots=True)
 class _Accumulated:
-    """Microbatches since the last step."""
-
     count: int = 0
     tokens: int = 0
     loss: float = 0.0

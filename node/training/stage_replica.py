@@ -78,8 +78,6 @@ class Priority(IntEnum):
 
 
 class TurnQueue:
-    """Lets one job run at a time, in the order of priority, then of arrival."""
-
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
@@ -192,8 +190,6 @@ def _require_valid(valid: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """How long a stage paces its jobs, in seconds."""
-
     forward: float = 0.0
     backward: float = 0.0
     step: float = 0.0

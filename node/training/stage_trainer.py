@@ -25,8 +25,6 @@ LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StageTraining:
-    """What both trainers work with."""
-
     me: Member
     stage: int
     replica: StageReplica
@@ -85,7 +83,7 @@ class _StageTrainer:
         self._admission.close()
 
     async def _rest(self, cut: asyncio.Event, progress: Callable[[LocalProgress], None]) -> None:
-        """Rest until called to work, or the cut. Microbatches that are counted already stay so."""
+        """Microbatches that are counted already stay so."""
         progress(replace(await self._replica.work(), resting=True))
         await self._gate.opened(cut)
         if self._is_training and not cut.is_set():
@@ -209,7 +207,6 @@ class DrivingTrainer(_StageTrainer):
         surplus: bool,
         complete: bool,
     ) -> None:
-        """Take the steps as they fall due, until the cut; without surplus, until the inner steps are complete."""
         admission = self._admission
         self._open()
         while not cut.is_set() and (surplus or not complete):

@@ -1,4 +1,4 @@
-"""The learner that trains a task's module on flat vectors."""
+"""The learner that trains a task's module on a flat vector."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ class TaskLearner:
         return loss.detach()
 
     def _refresh(self) -> None:
-        """Have the module compute with the vectors' present values."""
         self._flat.refresh()
         self._extra.load()
 

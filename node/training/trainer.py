@@ -123,7 +123,7 @@ class LocalTraining:
 
     @contextmanager
     def outer(self) -> Iterator[None]:
-        """Give the learner the outer parameters (the anchor) inside the context; then restore its own."""
+        """The learner has the outer parameters inside the context."""
         vector = self.learner.vector
         local = vector.clone()
         vector.copy_(self.anchor)

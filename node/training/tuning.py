@@ -76,7 +76,6 @@ class ThreadTuner:
                 self.begin(self._kept)
 
     def record_step(self, seconds: float) -> int:
-        """Account for the time of a step, and return the number of threads for the next one."""
         mean = self._block.add(seconds)
         if self.threads != self._kept:
             self._try(seconds, mean)
@@ -134,6 +133,5 @@ class ThreadTuner:
             self._block = _Block(1)
 
     def _settle(self, warming: int) -> None:
-        """Measure a new kept number from the start."""
         self._usual, self._block = None, _Block(warming)
         self._waited, self._interval = 0.0, FIRST_SECONDS

@@ -201,7 +201,7 @@ def as_json(work: LocalProgress) -> dict[str, Any]:
 def _start(
     spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: type[Worker]
 ) -> tuple[Worker, dict[str, Any]]:
-    """The worker, and what it answers. Raises ValueError, OSError, RuntimeError, MemoryError."""
+    """Raises ValueError, OSError, RuntimeError, MemoryError."""
     torch.set_num_threads(spec.thread_count())
     kept: list[Shared] = []
 
@@ -217,7 +217,6 @@ def _start(
 
 
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: type[Worker] = Worker) -> int:
-    """Read the spec, then commands until the stream ends. Return the exit code."""
     told = set[str]()
     try:
         spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())

@@ -48,7 +48,7 @@ class WorkerSupervisor:
         self._starved: deque[float] = deque(maxlen=MEMORY_DEATHS)
 
     async def restart(self, worker: WorkerProcess, how: str) -> WorkerProcess:
-        """Start another worker, with growing pauses, in place of one that ended as `how` says. Raises `WorkerError`."""
+        """Start another worker, with growing pauses. Raises `WorkerError`."""
         self._count(worker)
         self._ends.append(asyncio.get_running_loop().time())
         if worker.failure:

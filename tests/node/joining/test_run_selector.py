@@ -48,12 +48,12 @@ def test_finished_or_damaged_run_is_not_resumed(here: StateDir, damage: str, cap
 def test_damaged_manifest_is_reported_once(here: StateDir, caplog: pytest.LogCaptureFixture) -> None:
     begin(here)
     (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
-    choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
-    assert choice.held(here, None) is None and not caplog.records
+    choice = RunSelector(PeerConfig(state_dir=here.path), here, REPLICATED_PROTOCOLS, print)
+    assert choice.held(None) is None and not caplog.records
     with pytest.raises(StateError, match="cannot be resumed"):
         resume.require_none(here)
-    asking = RunSelector(PeerConfig(state_dir=here.path, bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
-    assert asking.held(here, None) is None and len(caplog.records) == 1
+    asking = RunSelector(PeerConfig(state_dir=here.path, bootstrap=(ADDRESS,)), here, REPLICATED_PROTOCOLS, print)
+    assert asking.held(None) is None and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("left", ["damaged manifest", "no manifest", "chain", "checkpoints", "over"])
@@ -85,7 +85,7 @@ def test_finished_run_is_reported_when_requested_again(here: StateDir) -> None:
     manifest = begin(here)
 
     def over(wanted: RunConfig | None = None, **given: Any) -> str:
-        return RunSelector(PeerConfig(state_dir=here.path, **given), REPLICATED_PROTOCOLS, print).over(here, wanted)
+        return RunSelector(PeerConfig(state_dir=here.path, **given), here, REPLICATED_PROTOCOLS, print).over(wanted)
 
     other = replace(manifest.config, name="another")
     assert not over() and not over(other)
@@ -99,13 +99,13 @@ def test_finished_run_is_reported_when_requested_again(here: StateDir) -> None:
         over(other)
     with pytest.raises(StateError, match=r"holds another run, .*: --bootstrap joins run 0123456789ab"):
         over(run_id="0123456789ab")
-    choice = RunSelector(PeerConfig(bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
-    assert choice.is_over(here, RunInfo(here.manifest(), SAMPLE)) == line
-    assert choice.is_over(here, RunInfo(sealed(here, b"")[1], b"")) == ""
+    choice = RunSelector(PeerConfig(bootstrap=(ADDRESS,)), here, REPLICATED_PROTOCOLS, print)
+    assert choice.is_over(RunInfo(here.manifest(), SAMPLE)) == line
+    assert choice.is_over(RunInfo(sealed(here, b"")[1], b"")) == ""
 
 
 def test_sample_must_match_the_manifest(here: StateDir) -> None:
-    choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
+    choice = RunSelector(PeerConfig(state_dir=here.path), here, REPLICATED_PROTOCOLS, print)
     (_, named), (_, without) = sealed(here), sealed(here, b"")
     choice.judge(RunInfo(named, SAMPLE))
     choice.judge(RunInfo(without, b""))
@@ -140,12 +140,12 @@ class FakeBootstrapClient:
 def ask(here: StateDir, entry: FakeBootstrapClient, **given: Any) -> tuple[RunInfo, View]:
     """Which run a restarted peer goes on with."""
     view = View()
-    choice = RunSelector(PeerConfig(state_dir=here.path, **given), REPLICATED_PROTOCOLS, view.say)
+    choice = RunSelector(PeerConfig(state_dir=here.path, **given), here, REPLICATED_PROTOCOLS, view.say)
 
     async def main() -> RunInfo:
-        addresses = choice.addresses(here)
+        addresses = choice.addresses()
         async with asyncio.timeout(2):
-            return await choice.ask(cast(BootstrapClient, entry), here, addresses, resume.find_resumable(here))
+            return await choice.ask(cast(BootstrapClient, entry), addresses, resume.find_resumable(here))
 
     return asyncio.run(main()), view
 
