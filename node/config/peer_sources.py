@@ -54,6 +54,8 @@ def load_peer(options: Mapping[str, object], environment: Mapping[str, str], fil
         port = (re.findall(r"/(?:tcp|udp)/(\d+)", config.announce[0]) or [4001])[0]
         what = f"{config.announce[0]} has a fixed port, but this peer would listen on any free one"
         raise ConfigError(f"{origins['announce']}: {what}: also give --listen /ip4/0.0.0.0/tcp/{port}", "announce")
+    if origins["page_port"].startswith("flag ") and not config.page:
+        raise ConfigError(f"{origins['page_port']}: no page is served: also give --page, or leave it out", "page_port")
     return config
 
 

@@ -194,6 +194,7 @@ def test_output_on_a_full_disk_gives_one_line(
         (["join", "--task", "os;system:x"], "'os;system:x' is not a task"),
         (["join", "--task", "a/b.py:f", "--bootstrap", ADDRESS], "--task cannot be given with --bootstrap"),
         (["join", "--task", "gpt", "--bootstrap", ADDRESS], "settings by options or by NODE_* variables"),
+        (["join", "--page-port", "9000"], "flag --page-port: no page is served: also give --page, or leave it out\n"),
         (["join", "--device", "cdua"], "cuda"),
         (["join", "--state-dir", "/proc/nothing"], "--state-dir"),
         (["join", "--state-dir", ""], "--state-dir': the path is empty: give one"),
