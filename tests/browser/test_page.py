@@ -13,8 +13,8 @@ from playwright.async_api import Browser
 
 from tests.browser.chromium import BROWSER, DESKTOP, PHONE, STRANGER, chromium, tab
 from tests.browser.views import VIEWS
-from tests.support.report_examples import REPORT
 from tests.support.scripted_page import ScriptedPage
+from tests.support.status_examples import REPORT
 
 pytestmark = [
     pytest.mark.real,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from node.reporting.status import PeerStatus, SyncStatus
-from tests.support.report_examples import REPORT
 from tests.support.scripted_page import ScriptedPage
+from tests.support.status_examples import REPORT
 
 ROUNDS = 61
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"

@@ -16,8 +16,7 @@ from protocols.vectors.views import VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, in_each_world, soon
 from tests.support.long import long
-from tests.support.parts import fetch_part
-from tests.support.sync_cluster import SyncCluster
+from tests.support.sync_cluster import SyncCluster, fetch_part
 
 ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
 LARGE_ELEMENTS = 10 * CHUNK_ELEMENTS

@@ -26,9 +26,7 @@ from tests.faults.steps import Step, left
 from tests.faults.tracing import Watch
 from tests.faults.wire import ACTS as PROXIED
 from tests.faults.wire import Proxied
-from tests.support.independent_swarm import IndependentSwarm
-from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
-from tests.support.staged_swarm import StagedSwarm
+from tests.support.real_swarm import IndependentSwarm, RealPeer, RealSwarm, StagedSwarm, paced, wait
 
 CALM_ROUNDS = 5
 PEERS_OF_A_STAGE = 2

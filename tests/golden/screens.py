@@ -19,8 +19,7 @@ from node.ui.swarm_summary import SwarmSummary
 from node.ui.swarm_view import picture, sample, summary
 from node.ui.swarm_view import plain_line as swarm_line
 from node.ui.terminal import plain_line, render, syncing_line
-from tests.support.report_examples import REPORT
-from tests.support.status_examples import PEER, STATUS
+from tests.support.status_examples import PEER, REPORT, STATUS
 
 FILE = Path(__file__).with_name("screens.txt")
 SIX = tuple(f"peer-{number}" for number in range(1, 7))

@@ -35,9 +35,8 @@ from tests.sim.averaging import flat
 from tests.sim.host import SimSigner
 from tests.sim.network import SimNetwork
 from tests.support.disguises import Disguise, lying
-from tests.support.forgeries import FOREIGN, Change, forging, more
 from tests.support.pairwise import PairwiseSwarm
-from tests.support.swarms_with_liar import SWARMS, PlayResult, SwarmWithLiar
+from tests.support.swarms_with_liar import FOREIGN, SWARMS, Change, PlayResult, SwarmWithLiar, forging, more
 from tests.support.wire_examples import any_header, spoiled
 
 DATA = (Contribute, Chunk, Reduced, PartDone)

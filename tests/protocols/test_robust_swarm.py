@@ -23,7 +23,7 @@ from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
 from tests.sim.world import Outcome as Played
 from tests.sim.world import World, play
-from tests.support.gradients import noisy_contributions
+from tests.support.example_vectors import noisy_contributions
 from tests.support.inline_trainer import InlineTrainer
 
 

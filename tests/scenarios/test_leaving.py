@@ -10,9 +10,8 @@ from node.outer.outer_loop import FIRST_STEP_SECONDS
 from protocols.base import PeerId
 from protocols.butterfly.call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
-from tests.sim.leaving_scenario import LeavingScenario, LongRounds
+from tests.sim.scenario_runner import MIDDLE_SECONDS, STEP_SECONDS, ScenarioRunner, leaving_swarm
 from tests.support.long import diagonal, long
-from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, leaving_swarm, revive
 from tests.support.simulated import simulated
 
 PROMPT_SECONDS = 1.5
@@ -20,12 +19,12 @@ PROMPT_SECONDS = 1.5
 ROLES = ("coordinator", "successor", "last")
 
 
-def leaver(swarm: LeavingScenario, role: str) -> PeerId:
+def leaver(swarm: ScenarioRunner, role: str) -> PeerId:
     """Who plays this part in the round under way."""
     return swarm.coordinator(swarm.alive()[0], {"coordinator": 0, "successor": 1, "last": -1}[role])
 
 
-def parted(swarm: LeavingScenario, round_number: int, gone: set[PeerId]) -> None:
+def parted(swarm: ScenarioRunner, round_number: int, gone: set[PeerId]) -> None:
     """The round in which these left, and those after it, are as if nothing had happened: but without them."""
     stayed = swarm.alive()
     for peer in stayed:
@@ -38,7 +37,7 @@ def parted(swarm: LeavingScenario, round_number: int, gone: set[PeerId]) -> None
         reports = {each["round"]: each for each in swarm.histories[peer] if each["round"] >= round_number}
         assert all(counted == chunks for _, counted, chunks in reports[round_number]["contributions"].values())
         assert {each["outcome"] for each in reports.values()} <= {"committed", "alone"}
-        assert swarm.seconds(peer, round_number + 1) <= swarm.seconds(peer, round_number - 1) + 0.3
+        assert swarm.round_seconds(peer, round_number + 1) <= swarm.round_seconds(peer, round_number - 1) + 0.3
     for peer in gone:
         assert swarm.histories[peer][-1]["outcome"] == "committed"
         assert swarm.histories[peer][-1]["round"] == round_number
@@ -46,7 +45,7 @@ def parted(swarm: LeavingScenario, round_number: int, gone: set[PeerId]) -> None
 
 @diagonal("peers, role, jitter", (2, 3, 4, 5), ROLES, (False, True))
 @simulated(lambda peers, jitter: leaving_swarm(peers, jitter=jitter))
-async def test_leaver_ends_the_round_and_is_not_awaited(swarm: LeavingScenario, role: str) -> None:
+async def test_leaver_ends_the_round_and_is_not_awaited(swarm: ScenarioRunner, role: str) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
     number, goes = swarm.head("p0").key.round, leaver(swarm, role)
@@ -58,8 +57,8 @@ async def test_leaver_ends_the_round_and_is_not_awaited(swarm: LeavingScenario, 
 
 
 @pytest.mark.parametrize("peers", (2, 3, 4))
-@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS}))
-async def test_leaver_without_a_step_is_waited_for(swarm: LeavingScenario) -> None:
+@simulated(lambda peers: leaving_swarm(peers, slow={"p1": 4 * STEP_SECONDS}))
+async def test_leaver_without_a_step_is_waited_for(swarm: ScenarioRunner) -> None:
     """The leaver has no complete step when it asks to leave. If no peer has a complete step, the round is skipped."""
     await swarm.rounds(2)
     await asyncio.sleep(0.2)
@@ -76,7 +75,7 @@ async def test_leaver_without_a_step_is_waited_for(swarm: LeavingScenario) -> No
 
 @diagonal("peers, role", (2, 3, 4), ROLES)
 @simulated(leaving_swarm)
-async def test_leaver_in_first_step_hands_that_step_in(swarm: LeavingScenario, role: str) -> None:
+async def test_leaver_in_first_step_hands_that_step_in(swarm: ScenarioRunner, role: str) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(0.2)
     number, goes = swarm.head("p0").key.round, leaver(swarm, role)
@@ -90,8 +89,8 @@ async def test_leaver_in_first_step_hands_that_step_in(swarm: LeavingScenario, r
     assert seconds <= STEP_SECONDS + PROMPT_SECONDS
 
 
-@simulated(LeavingScenario, LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
-async def test_leaver_with_slow_step_leaves_without_work(swarm: LeavingScenario) -> None:
+@simulated(leaving_swarm, 3, slow={"p1": 60.0})
+async def test_leaver_with_slow_step_leaves_without_work(swarm: ScenarioRunner) -> None:
     await asyncio.sleep(0.2)
     swarm.leave("p1")
     began, number = swarm.now, swarm.head("p0").key.round
@@ -102,7 +101,7 @@ async def test_leaver_with_slow_step_leaves_without_work(swarm: LeavingScenario)
 
 @pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 3), (5, 3), *long((4, 2), (5, 2), (5, 4))))
 @simulated(leaving_swarm)
-async def test_several_peers_leave_in_one_round(swarm: LeavingScenario, peers: int, leavers: int) -> None:
+async def test_several_peers_leave_in_one_round(swarm: ScenarioRunner, peers: int, leavers: int) -> None:
     """At different moments, one among them who coordinates; those who stay go on at once."""
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
@@ -119,7 +118,7 @@ async def test_several_peers_leave_in_one_round(swarm: LeavingScenario, peers: i
 
 @pytest.mark.parametrize("peers", (1, 2, 5, *long(3, 4)))
 @simulated(leaving_swarm)
-async def test_all_peers_leave_together_with_same_state(swarm: LeavingScenario, peers: int) -> None:
+async def test_all_peers_leave_together_with_same_state(swarm: ScenarioRunner, peers: int) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
     swarm.leave(*swarm.peers)
@@ -131,7 +130,7 @@ async def test_all_peers_leave_together_with_same_state(swarm: LeavingScenario, 
 
 @pytest.mark.parametrize("peers", (2, 3, *long(4)))
 @simulated(lambda peers: leaving_swarm(peers, elements=200_000, chunk_elements=10_000, uplinks=(2e5,) * peers))
-async def test_leave_during_data_phase_ends_with_that_round(swarm: LeavingScenario) -> None:
+async def test_leave_during_data_phase_ends_with_that_round(swarm: ScenarioRunner) -> None:
     """The next roster is not yet proposed, and does not name the leaver."""
     await swarm.rounds(2)
     number, goes = swarm.head("p0").key.round, leaver(swarm, "last")
@@ -146,12 +145,12 @@ async def test_leave_during_data_phase_ends_with_that_round(swarm: LeavingScenar
 
 @pytest.mark.parametrize("peers", (2, 3))
 @simulated(leaving_swarm, fork_peers=0)
-async def test_returning_leaver_joins_as_newcomer(swarm: LeavingScenario) -> None:
+async def test_returning_leaver_joins_as_newcomer(swarm: ScenarioRunner) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
     swarm.leave("p1")
     await swarm.gone("p1")
-    await revive(swarm, "p1")
+    await swarm.revived("p1")
     await swarm.until(swarm.whole, 15.0, "admission")
     await swarm.rounds(2)
     assert swarm.network.nodes["p1"].member.incarnation == 1

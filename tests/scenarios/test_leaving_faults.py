@@ -9,16 +9,15 @@ import pytest
 
 from protocols.base import PeerId
 from protocols.consensus.record import Kind
-from tests.sim.leaving_scenario import LeavingScenario
+from tests.sim.scenario_runner import MIDDLE_SECONDS, ScenarioRunner, leaving_swarm
 from tests.support.long import diagonal, long
-from tests.support.scenario_steps import MIDDLE_SECONDS, leaving_swarm
 from tests.support.simulated import simulated
 
 FINISH_SECONDS = 7.0
 """After which a peer gives up leaving in good order (`node.session.peer_session`)."""
 
 
-def others(swarm: LeavingScenario, peer: PeerId) -> list[PeerId]:
+def others(swarm: ScenarioRunner, peer: PeerId) -> list[PeerId]:
     return [each for each in swarm.peers if each != peer]
 
 
@@ -79,7 +78,7 @@ def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int, ev
 @diagonal("peers, after_seconds, role", (3, 4, 5), (0.0, 0.03, 0.6), (0, 1, -1))
 @simulated(leaving_swarm, fork_peers=0)
 async def test_silenced_leaver_delays_like_any_other_peer(
-    swarm: LeavingScenario, after_seconds: float, role: int
+    swarm: ScenarioRunner, after_seconds: float, role: int
 ) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
@@ -101,7 +100,7 @@ async def test_silenced_leaver_delays_like_any_other_peer(
 @pytest.mark.parametrize("fork_peers", (0, 1))
 @pytest.mark.parametrize("leaving", (False, True))
 @simulated(lambda fork_peers: leaving_swarm(2, fork_peers=fork_peers))
-async def test_silent_member_of_two_is_not_evicted(swarm: LeavingScenario, leaving: bool, fork_peers: int) -> None:
+async def test_silent_member_of_two_is_not_evicted(swarm: ScenarioRunner, leaving: bool, fork_peers: int) -> None:
     """Whether the one who is left wants to leave or to stay: no record without the other's vote, only a fork."""
     await swarm.rounds(2)
     parent = swarm.head("p0").key.lineage

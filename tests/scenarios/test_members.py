@@ -20,7 +20,6 @@ from protocols.history.chain import DecidedRound
 from tests.sim.host import sim_host
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.long import diagonal, long
-from tests.support.scenario_steps import begin, revive
 from tests.support.simulated import simulated
 
 WHOLE_SECONDS = 30.0
@@ -39,7 +38,7 @@ async def test_restarted_peer_rejoins_as_new_member(swarm: ScenarioRunner, peers
     parent = swarm.head("p0").key.lineage
     swarm.kill("p2")
     await asyncio.sleep(dead_seconds)
-    await revive(swarm, "p2")
+    await swarm.revived("p2")
     born = swarm.now
     seconds = await swarm.until(swarm.whole, WHOLE_SECONDS, "admission")
     await swarm.rounds(3)
@@ -72,7 +71,7 @@ async def test_former_incarnation_has_no_vote(swarm: ScenarioRunner) -> None:
     await swarm.rounds(3)
     swarm.kill("p2")
     await swarm.rounds(2)
-    await revive(swarm, "p2")
+    await swarm.revived("p2")
     await swarm.until(swarm.whole, WHOLE_SECONDS, "admission")
     await swarm.rounds(1)
     voted = swarm.now
@@ -91,7 +90,7 @@ async def test_newcomers_are_admitted_a_few_at_a_time(swarm: ScenarioRunner, fou
     await swarm.rounds(3)
     head = swarm.head("p0")
     assert len(head.roster) == founders
-    await begin(swarm, *swarm.peers[founders:])
+    await swarm.begun(*swarm.peers[founders:])
     seconds = await swarm.until(swarm.whole, WHOLE_SECONDS, "a whole roster")
     await swarm.rounds(2)
     links = swarm.chain("p0").since(head.key.lineage)

@@ -20,7 +20,6 @@ from protocols.sync.snapshot import Snapshot
 from tests.sim.host import SimCompute
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.long import long
-from tests.support.scenario_steps import revive
 
 KINDS = (ReducedPart, Reducer, AllReduce, Round, RoundVote, Snapshot)
 PEERS = 4
@@ -101,7 +100,7 @@ async def repaired(swarm: ScenarioRunner) -> None:
         swarm.network.watch = watch
         await swarm.until(lambda victim=victim: victim not in swarm.alive(), 60.0, "a death")  # type: ignore[misc]
         await swarm.rounds(2)
-        await revive(swarm, victim)
+        await swarm.revived(victim)
         await swarm.until(swarm.whole, 60.0, "a whole roster")
 
 

@@ -11,22 +11,21 @@ from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp
 from protocols.base import PeerId
 from protocols.consensus.record import Kind
-from tests.sim.leaving_scenario import INNER_STEPS, LeavingScenario
+from tests.sim.scenario_runner import INNER_STEPS, MIDDLE_SECONDS, STEP_SECONDS, ScenarioRunner, leaving_swarm
 from tests.support.long import long
-from tests.support.scenario_steps import MIDDLE_SECONDS, STEP_SECONDS, begin, leaving_swarm, restart
 from tests.support.simulated import simulated
 
 STEP_TOKENS = 256
 SLOWER = 1.02
 
 
-def round_seconds(swarm: LeavingScenario, peer: PeerId, since: int) -> float:
+def round_seconds(swarm: ScenarioRunner, peer: PeerId, since: int) -> float:
     """Median length of a peer's rounds from `since` on."""
     rounds = [each["round"] for each in swarm.histories[peer] if each["round"] >= since]
-    return median(swarm.seconds(peer, number) for number in rounds)
+    return median(swarm.round_seconds(peer, number) for number in rounds)
 
 
-def worked_through(swarm: LeavingScenario, workers: list[PeerId], since: int) -> None:
+def worked_through(swarm: ScenarioRunner, workers: list[PeerId], since: int) -> None:
     """All rounds from `since` on are means, and every worker took all inner steps in each of them."""
     for peer in workers:
         reports = [each for each in swarm.histories[peer] if each["round"] >= since]
@@ -34,12 +33,12 @@ def worked_through(swarm: LeavingScenario, workers: list[PeerId], since: int) ->
         assert all(each["tokens"] >= INNER_STEPS * STEP_TOKENS for each in reports)
 
 
-def pause(swarm: LeavingScenario, wanted: Activity, *peers: PeerId) -> None:
+def pause(swarm: ScenarioRunner, wanted: Activity, *peers: PeerId) -> None:
     for peer in peers:
         swarm.pause(peer, wanted)
 
 
-def roster(swarm: LeavingScenario, peer: PeerId = "p0") -> set[PeerId]:
+def roster(swarm: ScenarioRunner, peer: PeerId = "p0") -> set[PeerId]:
     return {member.peer for member in swarm.head(peer).roster}
 
 
@@ -47,7 +46,7 @@ def roster(swarm: LeavingScenario, peer: PeerId = "p0") -> set[PeerId]:
 @pytest.mark.parametrize(("peers", "pausing"), ((2, 1), (4, 3), *long((4, 1), (8, 3))))
 @simulated(leaving_swarm)
 async def test_pausing_members_cost_the_others_nothing(
-    swarm: LeavingScenario, peers: int, pausing: int, wanted: Activity
+    swarm: ScenarioRunner, peers: int, pausing: int, wanted: Activity
 ) -> None:
     """From the middle of a round on, with the coordinator among those that pause."""
     await swarm.rounds(5)
@@ -78,7 +77,7 @@ async def test_pausing_members_cost_the_others_nothing(
 
 @pytest.mark.parametrize("peers", (2, *long(4)))
 @simulated(leaving_swarm)
-async def test_resume_in_mid_round_goes_on_where_it_stopped(swarm: LeavingScenario, peers: int) -> None:
+async def test_resume_in_mid_round_goes_on_where_it_stopped(swarm: ScenarioRunner, peers: int) -> None:
     await swarm.rounds(2)
     number = swarm.head("p0").key.round
     await asyncio.sleep(MIDDLE_SECONDS)
@@ -92,7 +91,7 @@ async def test_resume_in_mid_round_goes_on_where_it_stopped(swarm: LeavingScenar
 
 
 @simulated(leaving_swarm, 4, founders=3)
-async def test_run_waits_while_all_rest_but_admits(swarm: LeavingScenario) -> None:
+async def test_run_waits_while_all_rest_but_admits(swarm: ScenarioRunner) -> None:
     """Nobody works: no round is called. A newcomer is let in at once by a round without a mean, and the work stays."""
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
@@ -100,7 +99,7 @@ async def test_run_waits_while_all_rest_but_admits(swarm: LeavingScenario) -> No
     number = swarm.head("p0").key.round
     await asyncio.sleep(30.0)
     assert {swarm.head(peer).key.round for peer in swarm.alive()} == {number}
-    await begin(swarm, "p3")
+    await swarm.begun("p3")
     assert await swarm.until(lambda: "p3" in roster(swarm), 5.0, "the newcomer") <= 5.0
     assert swarm.since("p0", number)[0].record.kind == Kind.SKIP
     await swarm.rounds(2)
@@ -109,14 +108,14 @@ async def test_run_waits_while_all_rest_but_admits(swarm: LeavingScenario) -> No
 
 
 @simulated(leaving_swarm, 4)
-async def test_only_worker_that_died_works_again(swarm: LeavingScenario) -> None:
+async def test_only_worker_that_died_works_again(swarm: ScenarioRunner) -> None:
     """The others rest, so no member completes its work. The next incarnation is admitted and counted nevertheless."""
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
     *others, last = swarm.peers
     pause(swarm, Activity.REST, *others)
     await asyncio.sleep(2 * STEP_SECONDS)
-    await restart(swarm, last)
+    await swarm.restarted(last)
     history = swarm.histories[last]
     await swarm.until(lambda: history[-1]["incarnation"] == 1 and history[-1]["weight"] > 0, 20.0, "its work")
     assert history[-1]["outcome"] == "committed" and set(history[-1]["peers"]) == set(swarm.peers)
@@ -124,7 +123,7 @@ async def test_only_worker_that_died_works_again(swarm: LeavingScenario) -> None
 
 @pytest.mark.parametrize("first", ("last", "away"))
 @simulated(leaving_swarm, 3)
-async def test_last_of_a_roster_rests_instead_of_leaving(swarm: LeavingScenario, first: str) -> None:
+async def test_last_of_a_roster_rests_instead_of_leaving(swarm: ScenarioRunner, first: str) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
     pause(swarm, Activity.AWAY, *swarm.peers)
@@ -145,7 +144,7 @@ async def test_last_of_a_roster_rests_instead_of_leaving(swarm: LeavingScenario,
 
 @pytest.mark.parametrize("peers", (1, 4))
 @simulated(leaving_swarm)
-async def test_only_worker_back_before_it_left_trains(swarm: LeavingScenario, peers: int) -> None:
+async def test_only_worker_back_before_it_left_trains(swarm: ScenarioRunner, peers: int) -> None:
     """It was told to be away and then to work, in one round that nobody else works in."""
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
@@ -160,7 +159,7 @@ async def test_only_worker_back_before_it_left_trains(swarm: LeavingScenario, pe
 
 
 @simulated(leaving_swarm, 3, founders=2)
-async def test_joiner_told_to_be_away_ends_its_catch_up(swarm: LeavingScenario) -> None:
+async def test_joiner_told_to_be_away_ends_its_catch_up(swarm: ScenarioRunner) -> None:
     await swarm.rounds(2)
     begun, ended = asyncio.Event(), asyncio.Event()
     run = CatchUp.run
@@ -174,7 +173,7 @@ async def test_joiner_told_to_be_away_ends_its_catch_up(swarm: LeavingScenario) 
 
     CatchUp.run = endless  # type: ignore[assignment, method-assign]
     try:
-        await begin(swarm, "p2")
+        await swarm.begun("p2")
         await asyncio.wait_for(begun.wait(), 30.0)
         pause(swarm, Activity.AWAY, "p2")
         await asyncio.wait_for(ended.wait(), 1.0)
@@ -187,12 +186,12 @@ async def test_joiner_told_to_be_away_ends_its_catch_up(swarm: LeavingScenario) 
 
 @pytest.mark.parametrize("wanted", (Activity.AWAY, *long(Activity.REST)))
 @simulated(leaving_swarm, 3)
-async def test_restarted_peer_pauses_still(swarm: LeavingScenario, wanted: Activity) -> None:
+async def test_restarted_peer_pauses_still(swarm: ScenarioRunner, wanted: Activity) -> None:
     await swarm.rounds(2)
     await asyncio.sleep(MIDDLE_SECONDS)
     pause(swarm, wanted, "p1")
     await swarm.rounds(2, ["p0"])
-    await restart(swarm, "p1")
+    await swarm.restarted("p1")
     number = swarm.head("p0").key.round
     await swarm.rounds(4, ["p0", "p2"])
     worked_through(swarm, ["p0", "p2"], number + 1)

@@ -7,9 +7,9 @@ from statistics import median
 from protocols.registry import INDEPENDENT_PROTOCOLS
 from tests.sim.faults import Faults
 from tests.sim.host import EPOCH
+from tests.sim.independent_world import world_of
 from tests.sim.scenario import Scenario
 from tests.sim.world import play
-from tests.sim.worlds import world_of
 from tests.support.checkers import Report, began
 from tests.support.long import diagonal
 

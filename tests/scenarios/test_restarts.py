@@ -7,23 +7,13 @@ import asyncio
 import pytest
 
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
-from protocols.base import PeerId
-from protocols.consensus.record import Kind
-from protocols.history.chain import DecidedRound
-from tests.sim.durable_world import DurableWorld
-from tests.sim.scenario_runner import ScenarioSetup
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.long import long
-from tests.support.scenario_steps import restart, revive
 from tests.support.simulated import simulated
 
 WHOLE_SECONDS = 30.0
 """The limit from the last restart until all new incarnations vote on one branch."""
 PATIENCE_SECONDS = 3 * BUDGET_FLOOR_SECONDS
-
-
-def forks(swarm: DurableWorld, peer: PeerId) -> list[DecidedRound]:
-    chain = swarm.chain(peer)
-    return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
 
 
 @pytest.mark.parametrize(
@@ -36,9 +26,9 @@ def forks(swarm: DurableWorld, peer: PeerId) -> list[DecidedRound]:
         *long((1, 1, 0.0), (2, 3, 1.05), (4, 3, 0.45), (5, 3, 0.0)),
     ),
 )
-@simulated(lambda peers, every_rounds: DurableWorld(ScenarioSetup(peers), every_rounds))
+@simulated(lambda peers, every_rounds: ScenarioRunner(ScenarioSetup(peers, every_rounds=every_rounds)))
 async def test_all_peers_killed_resume_with_one_fork(
-    swarm: DurableWorld, peers: int, every_rounds: int, moment: float
+    swarm: ScenarioRunner, peers: int, every_rounds: int, moment: float
 ) -> None:
     """In one round, by one FORK of them all; what is lost is at most what was decided since the last checkpoint."""
     await swarm.rounds(5)
@@ -47,17 +37,17 @@ async def test_all_peers_killed_resume_with_one_fork(
     for peer in swarm.peers:
         swarm.kill(peer)
     await asyncio.sleep(5.0)
-    await revive(swarm, *swarm.peers)
+    await swarm.revived(*swarm.peers)
     await swarm.until(swarm.whole, WHOLE_SECONDS, "a whole roster")
     await swarm.rounds(2)
-    (fork,) = forks(swarm, "p0")
+    (fork,) = swarm.forks("p0")
     assert {member.peer for member in fork.record.roster} == set(swarm.peers)
     assert reached - every_rounds <= fork.record.round <= reached
 
 
 @pytest.mark.parametrize("pause_seconds", (1.0, 15.0))
-@simulated(DurableWorld, ScenarioSetup(4), 2)
-async def test_peers_restarted_one_by_one_resume(swarm: DurableWorld, pause_seconds: float) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, every_rounds=2))
+async def test_peers_restarted_one_by_one_resume(swarm: ScenarioRunner, pause_seconds: float) -> None:
     await swarm.rounds(5)
     for peer in swarm.peers:
         swarm.kill(peer)
@@ -68,8 +58,8 @@ async def test_peers_restarted_one_by_one_resume(swarm: DurableWorld, pause_seco
     await swarm.rounds(2)
 
 
-@simulated(DurableWorld, ScenarioSetup(4), 3)
-async def test_newest_checkpoint_wins_after_full_restart(swarm: DurableWorld) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, every_rounds=3))
+async def test_newest_checkpoint_wins_after_full_restart(swarm: ScenarioRunner) -> None:
     """One has a later checkpoint than the others: they take it over."""
     await swarm.rounds(4)
     old = dict(swarm.disks)
@@ -77,26 +67,26 @@ async def test_newest_checkpoint_wins_after_full_restart(swarm: DurableWorld) ->
     newest = swarm.disks["p2"].links[-1].lineage
     swarm.disks |= {peer: old[peer] for peer in ("p0", "p1", "p3")}
     assert newest != old["p0"].links[-1].lineage
-    await restart(swarm, *swarm.peers)
+    await swarm.restarted(*swarm.peers)
     await swarm.until(swarm.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
     assert all(newest in swarm.chain(peer) for peer in swarm.peers)
 
 
-@simulated(DurableWorld, ScenarioSetup(4))
-async def test_majority_resumes_without_a_missing_peer(swarm: DurableWorld) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, every_rounds=1))
+async def test_majority_resumes_without_a_missing_peer(swarm: ScenarioRunner) -> None:
     await swarm.rounds(3)
     for peer in swarm.peers:
         swarm.kill(peer)
     back = swarm.peers[:3]
-    await revive(swarm, *back)
+    await swarm.revived(*back)
     seconds = await swarm.until(swarm.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
     await swarm.rounds(2)
     assert seconds >= PATIENCE_SECONDS, "they did not wait for it"
 
 
 @pytest.mark.parametrize(("fork_peers", "back"), ((0, 4), (3, 2)))
-@simulated(lambda fork_peers: DurableWorld(ScenarioSetup(4, fork_peers=fork_peers)))
-async def test_restarted_peers_wait_where_fork_is_forbidden(swarm: DurableWorld, fork_peers: int, back: int) -> None:
+@simulated(lambda fork_peers: ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers, every_rounds=1)))
+async def test_restarted_peers_wait_where_fork_is_forbidden(swarm: ScenarioRunner, fork_peers: int, back: int) -> None:
     await swarm.rounds(3)
     for peer in swarm.peers:
         swarm.kill(peer)
@@ -106,36 +96,36 @@ async def test_restarted_peers_wait_where_fork_is_forbidden(swarm: DurableWorld,
     await asyncio.sleep(2 * PATIENCE_SECONDS)
     assert {peer: swarm.head(peer).key.lineage for peer in heads} == heads
     if back < fork_peers:
-        await revive(swarm, swarm.peers[back])
+        await swarm.revived(swarm.peers[back])
         await swarm.until(swarm.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
 
 
-@simulated(DurableWorld, ScenarioSetup(4), 4)
-async def test_surviving_member_decides_and_restarted_ones_wait(swarm: DurableWorld) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, every_rounds=4))
+async def test_surviving_member_decides_and_restarted_ones_wait(swarm: ScenarioRunner) -> None:
     """It holds the newest state: nothing is lost but the round under way."""
     await swarm.rounds(3)
     newest = swarm.head("p3").key.lineage
-    await restart(swarm, *swarm.peers[:3])
+    await swarm.restarted(*swarm.peers[:3])
     await swarm.until(swarm.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
-    (fork,) = forks(swarm, "p0")
+    (fork,) = swarm.forks("p0")
     assert [member.peer for member in fork.record.roster] == ["p3"]
     assert newest in swarm.chain("p0")
 
 
-@simulated(DurableWorld, ScenarioSetup(4), 3)
-async def test_peer_restarted_alone_does_not_fork(swarm: DurableWorld) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, every_rounds=3))
+async def test_peer_restarted_alone_does_not_fork(swarm: ScenarioRunner) -> None:
     await swarm.rounds(4)
     swarm.kill("p1")
     await swarm.rounds(2)
-    await revive(swarm, "p1")
+    await swarm.revived("p1")
     await swarm.until(swarm.whole, WHOLE_SECONDS, "a whole roster")
     await swarm.rounds(2)
-    assert not forks(swarm, "p1")
+    assert not swarm.forks("p1")
 
 
 @pytest.mark.long
-@simulated(DurableWorld, ScenarioSetup(3))
-async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWorld) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(3, every_rounds=1))
+async def test_lagging_survivor_does_not_block_restarted_peers(swarm: ScenarioRunner) -> None:
     """The survivor cannot catch up: the means that it lacks were lost with the processes that held them."""
     behind, others = swarm.peers[2], swarm.peers[:2]
     await swarm.rounds(3)
@@ -145,30 +135,30 @@ async def test_lagging_survivor_does_not_block_restarted_peers(swarm: DurableWor
     for peer in others:
         swarm.kill(peer)
     swarm.heal([behind], others)
-    await revive(swarm, *others)
+    await swarm.revived(*others)
     await swarm.until(swarm.whole, 2 * PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
     await swarm.rounds(2)
 
 
 @pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), (4, 2, 3)))
-@simulated(lambda peers, fork_peers: DurableWorld(ScenarioSetup(peers, fork_peers=fork_peers)))
-async def test_restarted_peers_proceed_with_too_few_survivors(swarm: DurableWorld, peers: int, dead: int) -> None:
+@simulated(lambda peers, fork_peers: ScenarioRunner(ScenarioSetup(peers, fork_peers=fork_peers, every_rounds=1)))
+async def test_restarted_peers_proceed_with_too_few_survivors(swarm: ScenarioRunner, peers: int, dead: int) -> None:
     """The survivors are fewer than `fork_peers` and may not fork. The restarted peers are enough, and admit them."""
     await swarm.rounds(3)
-    await restart(swarm, *swarm.peers[:dead])
+    await swarm.restarted(*swarm.peers[:dead])
     await swarm.until(swarm.whole, 2 * PATIENCE_SECONDS + 2 * WHOLE_SECONDS, "a whole roster")
     await swarm.rounds(2)
 
 
-@simulated(DurableWorld, ScenarioSetup(4))
-async def test_isolated_survivor_does_not_revert_the_others(swarm: DurableWorld) -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, every_rounds=1))
+async def test_isolated_survivor_does_not_revert_the_others(swarm: ScenarioRunner) -> None:
     """It forked alone while the others, all of them started again, went on without it."""
     alone, others = swarm.peers[3], swarm.peers[:3]
     await swarm.rounds(3)
     swarm.silence(alone)
-    await restart(swarm, *others)
+    await swarm.restarted(*others)
     await swarm.until(lambda: "alone" in swarm.outcomes(alone), 300.0, "the one alone goes on")
-    await swarm.until(lambda: bool(forks(swarm, others[0])), 300.0, "the others go on")
+    await swarm.until(lambda: bool(swarm.forks(others[0])), 300.0, "the others go on")
     await swarm.rounds(3, others)
     theirs = swarm.head(others[0]).key.lineage
     swarm.heal([alone], others)

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
@@ -21,12 +20,11 @@ from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.byzantine.independent import INDEPENDENT_LIES
 from tests.sim.families import BREAKING, CALM, FAULTS
-from tests.sim.played import PlayedRuns, Result
+from tests.sim.independent_world import world_of
 from tests.sim.process import prepare
-from tests.sim.scenario import MOST_PULL, Scenario
+from tests.sim.scenario import Scenario
 from tests.sim.trace import Trace
 from tests.sim.world import Outcome, play
-from tests.sim.worlds import world_of
 from tests.support.checkers import Violation
 
 MAX_VIOLATIONS = 50
@@ -55,23 +53,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pull", type=float, help="gossip by NoLoCo's rule, with this as its gamma")
     parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
     parser.add_argument("--batches", type=at_least_one, default=4, help="microbatches of a step, with stages")
-    parser.add_argument(
-        "--played", type=Path, help="file that keeps each run's result: those in it are not played again"
-    )
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
-    if options.directory and options.protocol != "moshpit":
-        parser.error(f"argument --directory: {options.protocol} does not use the directory, moshpit does")
-    if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
-        parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
-    if options.stages > 1 and options.protocol != "butterfly":
-        parser.error(f"argument --stages: stages average by the butterfly, not by {options.protocol}")
-    if options.stages > options.peers:
-        parser.error(f"argument --stages: each of {options.stages} needs a peer, and there are {options.peers}")
+    try:
+        _scenario(options, "none", 0)
+    except ValueError as error:
+        parser.error(str(error))
     if options.stages > 1 and options.faults == LIES:
         parser.error(f"argument --faults: with stages, nothing is promised under {LIES}")
     if options.faults == LIES and options.protocol not in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES):
-        parser.error(f"argument --faults: {options.protocol} is not made to bear {LIES}")
+        parser.error(f"argument --faults: {options.protocol} does not tolerate {LIES}")
     return options
 
 
@@ -80,19 +71,12 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
         if fault != options.faults and not _felt(fault, options):
             continue  # these seeds would test nothing
         for seed in options.seeds:
-            yield Scenario(
-                protocol=options.protocol,
-                peers=options.peers,
-                rounds=options.rounds,
-                seed=seed,
-                fault=fault,
-                codec=options.codec,
-                inner_steps=options.inner_steps,
-                directory=options.directory,
-                pull=options.pull,
-                stages=options.stages,
-                batches=options.batches,
-            )
+            yield _scenario(options, fault, seed)
+
+
+def _scenario(options: argparse.Namespace, fault: str, seed: int) -> Scenario:
+    names = "protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"
+    return Scenario(**{name: getattr(options, name) for name in names}, seed=seed, fault=fault)
 
 
 def _felt(fault: str, options: argparse.Namespace) -> bool:
@@ -121,7 +105,6 @@ def _committed(outcome: Outcome) -> tuple[int, int]:
 
 
 def _played(scenario: Scenario) -> Outcome:
-    """The scenario's outcome; an error in protocol code is a violation, and its traceback is printed."""
     try:
         return play(scenario, world_of(scenario.protocol, scenario.stages))
     except Exception as error:  # noqa: BLE001 - any error must be reported with its seed
@@ -131,7 +114,6 @@ def _played(scenario: Scenario) -> Outcome:
 
 
 def _tell(outcome: Outcome, asked: Scenario, single: bool) -> None:
-    """Print the trace and the violations of a failed run, or the trace of the only run."""
     if outcome.violations or single:
         lines = list(outcome.trace.lines)[-60:] if outcome.violations else list(outcome.trace.lines)[-20:]
         print("\n".join(lines), file=sys.stderr)
@@ -156,7 +138,7 @@ def _nothing(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _result(asked: Scenario, outcome: Outcome) -> Result:
+def _result(asked: Scenario, outcome: Outcome) -> dict[str, Any]:
     committed, skipped = _committed(outcome)
     return {
         "rounds_committed": committed,
@@ -168,26 +150,16 @@ def _result(asked: Scenario, outcome: Outcome) -> Result:
     }
 
 
-def _add(total: dict[str, Any], result: Result) -> None:
-    for name, value in result.items():
-        total[name] += value
-    del total["violations"][MAX_VIOLATIONS:]
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     prepare()
     began = time.monotonic()
     total, played, failed = _nothing(options), 0, 0
-    kept = PlayedRuns(options.played)
     for asked in _scenarios(options):
-        if known := kept.result(replay(asked)):
-            _add(total, known)
-            failed += bool(known["violations"])
-            continue
         outcome = _played(asked)
-        kept.add(replay(asked), result := _result(asked, outcome))
-        _add(total, result)
+        for name, value in _result(asked, outcome).items():
+            total[name] += value
+        del total["violations"][MAX_VIOLATIONS:]
         played += 1
         failed += bool(outcome.violations)
         if failed <= 3 and not options.json:

@@ -192,7 +192,6 @@ class AveragingSwarm(SimSwarm):
         return result
 
     async def _train(self, index: int, session: Any, seconds: float) -> LocalProgress:
-        """Until the work is complete and the round is called, or until it is called before."""
         session.offer(work := LocalProgress(0, 0.0, 1.0, 1.0))
         work = replace(work, tokens=self.tokens[index])
         with suppress(TimeoutError):

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.process import prepare
-from tests.sim.scenario import MOST_PULL, Scenario
+from tests.sim.scenario import Scenario
 
 LIMIT = 0.02
-"""The default spread limit of a run."""
 
 
 class Unclosed(IndependentWorld):
@@ -31,8 +30,6 @@ class Unclosed(IndependentWorld):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a run ended."""
-
     spread: float
     reported: float
     exchanges: int
@@ -41,7 +38,6 @@ class End:
 
 
 def end_of(scenario: Scenario, world_type: type[IndependentWorld] = IndependentWorld) -> End:
-    """Simulate a run without faults to its end."""
     world = world_type(scenario)
     world.play(world.run)
     last = [history[-1] for history in world.histories.values()]
@@ -68,8 +64,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--codec", default="fp32")
     parser.add_argument("--pull", type=float, help="gossip by NoLoCo's rule, with this as its gamma")
     options = parser.parse_args(arguments)
-    if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
-        parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
+    try:
+        Scenario(options.protocol or "push_sum", pull=options.pull)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 

@@ -60,7 +60,6 @@ class View:
             self._moved()
 
     def bury(self, member: Member) -> None:
-        """Remove a member that has died, unless a later incarnation has replaced it."""
         if self._known.get(member.peer) == member:
             self.lose(member.peer)
 

@@ -8,7 +8,9 @@ simulated again for each message, with a fault just before the message takes eff
     one-way    the link that the message crosses is blocked in that direction
     stall      that link delays everything for some seconds
 
-With `--end` (gossip and push-sum), the messages are those of the closing exchanges (`tests.sim.ending`).
+With `--end` (gossip and push-sum), the messages are those of the closing exchanges. Every live peer ends
+its run within the time limit, no contribution counts twice, and push-sum creates no mass, and loses only that of dead
+peers.
 
 The histories of all peers, dead ones included, must keep the invariants of `tests.support.checkers`. Every peer that is
 in touch with a majority must decide that round and the next, and remove dead peers from the roster. The last line of
@@ -27,11 +29,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from protocols.base import PeerId
+from protocols.pairwise.push_sum import PushSum
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
-from tests.sim.ending import RecordingEnd, StruckEnd
+from tests.sim.independent_world import SPREAD_BOUND, IndependentWorld, world_of
 from tests.sim.message_fault import (
     KINDS,
+    LIMIT_SECONDS,
     PAIRS,
     MessageFault,
     Recording,
@@ -43,11 +48,71 @@ from tests.sim.message_fault import (
     strike,
 )
 from tests.sim.process import prepare
+from tests.sim.scenario import Scenario
 from tests.sim.world import World
-from tests.sim.worlds import world_of
+from tests.support.checkers import Violation
 
 MAX_VIOLATIONS = 20
 CLOSING = ("gossip", "push_sum")
+
+
+ENDS_SECONDS = 120.0
+"""In these runs, whose rounds take 3 s: two waits of 20 s, and three closing steps of about 7 s, with some margin."""
+FAR = 1e-9
+"""Tolerance of sums of weights, which are sums of powers of 1/2."""
+
+
+class RecordingEnd(Recording):
+    def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
+        outer_loop = self.replicas.get(peer)
+        if outer_loop is not None and outer_loop.key.round >= self.scenario.rounds:  # type: ignore[attr-defined]
+            self.record(peer, number, way, other)
+
+
+class StruckEnd(MessageFault, IndependentWorld):
+    """A run with a fault in its closing exchanges, until all live peers have ended it."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.endless = False
+
+    def satisfied(self) -> bool:
+        return all(self.ended(peer) for peer in self.able())
+
+    def ended(self, peer: PeerId) -> bool:
+        history = self.histories[peer]
+        return bool(history) and history[-1]["round"] >= self.scenario.rounds - 1
+
+    def judge(self) -> Iterator[Violation]:
+        last = self.scenario.rounds - 1
+        if not self.injector.struck:
+            yield Violation("missed", "", last, "the fault never happened: the run differs from the one without it")
+        for peer in self.able():
+            if not self.ended(peer):
+                yield Violation("ends", peer, last, f"its run is not over {LIMIT_SECONDS:g} s after all began")
+            elif (seconds := self.histories[peer][-1]["seconds_average"]) > ENDS_SECONDS:
+                yield Violation("ends", peer, last, f"it ends {seconds:.0f} s after its last training")
+        if (spread := self.spread()) > SPREAD_BOUND:
+            yield Violation("spread", "", last, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")
+        yield from self._conserved()
+
+    def spread(self) -> float:
+        dead = {peer for peer in self.peers if not self.network.nodes[peer].process.alive}
+        kept, self.replicas = self.replicas, {peer: each for peer, each in self.replicas.items() if peer not in dead}
+        try:
+            return super().spread()
+        finally:
+            self.replicas = kept
+
+    def _conserved(self) -> Iterator[Violation]:
+        """The weights at the peers are at most their number; with those in transit, at least."""
+        held = [outer_loop.averager for outer_loop in self.replicas.values()]
+        books = [averager.masses for averager in held if isinstance(averager, PushSum)]
+        if books:
+            here, whole = sum(masses.weight for masses in books), sum(masses.mass for masses in books)
+            if not here - FAR <= len(books) <= whole + FAR:
+                what = f"weights of {here} are here, {whole} with what is on its way, and {len(books)} there were"
+                yield Violation("conserved", "", self.scenario.rounds - 1, what)
 
 
 def survey(verdicts: Iterable[Verdict]) -> dict[str, Any]:
@@ -85,15 +150,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", help="one point, or a pair: p1:17 or p1:17,p2:30; prints its trace")
     options = parser.parse_args(arguments)
-    if options.directory and options.protocol != "moshpit":
-        parser.error(f"argument --directory: {options.protocol} does not use the directory, moshpit does")
-    if options.stages > 1 and options.protocol != "butterfly":
-        parser.error(f"argument --stages: stages average by the butterfly, not by {options.protocol}")
-    if options.peers < options.stages:
-        parser.error(f"argument --stages: each of {options.stages} needs a peer, and there are {options.peers}")
+    try:
+        _scenario(options)
+    except ValueError as error:
+        parser.error(str(error))
     if options.end and options.protocol not in CLOSING:
         parser.error(f"argument --end: {options.protocol} has no closing exchanges, {' and '.join(CLOSING)} have")
     return options
+
+
+def _scenario(options: argparse.Namespace) -> Scenario:
+    return replace(small(options.peers, options.protocol, options.seed, options.stages), directory=options.directory)
 
 
 def replay(options: argparse.Namespace, verdict: Verdict) -> str:
@@ -107,7 +174,6 @@ def replay(options: argparse.Namespace, verdict: Verdict) -> str:
 
 
 def _reported(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
-    """Pass the verdicts on; print the first three that fail, and the trace of the point given by `--only`."""
     failed = 0
     for verdict in verdicts:
         failed += bool(verdict.violations)
@@ -124,9 +190,7 @@ def main(arguments: list[str] | None = None, world_type: type[World] | None = No
     world_type = world_type or world_of(options.protocol, options.stages)
     prepare()
     began = time.monotonic()
-    scenario = replace(
-        small(options.peers, options.protocol, options.seed, options.stages), directory=options.directory
-    )
+    scenario = _scenario(options)
     recording, struck = (RecordingEnd, StruckEnd) if options.end else (Recording, MessageFault)
     points = enumerate_points(scenario, world_type, recording)
     try:

@@ -76,7 +76,6 @@ def stall(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults
 
 
 def reset(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """The daemon of a peer dies, at random times and messages: all its streams are reset."""
     faults = Faults()
     for _ in range(rng.randint(1, 3 * len(peers))):
         if rng.random() < 0.5:
@@ -87,7 +86,6 @@ def reset(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults
 
 
 def skew(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """Wall clocks that are off by seconds or by hours."""
     faults = Faults()
     for peer in peers:
         faults = faults.skew(peer, rng.choice((0.0, rng.uniform(-3.0, 3.0), rng.uniform(-1e4, 1e4))))

@@ -38,8 +38,6 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A dead peer starts again, without its state."""
-
     peer: PeerId
     at: float
 
@@ -61,16 +59,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """All streams of a peer are reset, as when its daemon dies."""
-
     peer: PeerId
     at: Moment
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A peer's bandwidth is divided by `factor` for `lasts` seconds."""
-
     peer: PeerId
     factor: float
     at: float
@@ -90,8 +84,6 @@ class Mislead:
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """The wall clock of a peer is off, in all its incarnations."""
-
     peer: PeerId
     seconds: float
 
@@ -146,7 +138,6 @@ class Faults:
         return self.also(Cut((source,), (target,), False, at, _lasts(at, heal)))
 
     def stall(self, source: PeerId, target: PeerId, at: float | Message, lasts: float) -> Faults:
-        """One link delays everything for `lasts` seconds."""
         return self.also(Cut((source,), (target,), False, at, lasts))
 
     def reset(self, peer: PeerId, at: float | None = None, at_message: int | None = None) -> Faults:

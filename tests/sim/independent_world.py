@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +22,13 @@ from node.outer.state import OuterState
 from node.tasks.base import Step
 from node.tasks.paced import Paced
 from protocols.base import (
+    AveragingResult,
     ClosingAverager,
+    Deadline,
     Host,
     IndependentAverager,
+    IndependentSession,
+    LocalProgress,
     Member,
     PeerId,
     RoundKey,
@@ -30,16 +37,14 @@ from protocols.base import (
     Vector,
 )
 from protocols.moshpit.averager import Moshpit
-from protocols.registry import load_averager
+from protocols.registry import INDEPENDENT_PROTOCOLS, load_averager
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
-from tests.sim.blank_results import blank_results
 from tests.sim.byzantine.independent import ByzantinePeer
 from tests.sim.network import SimNetwork
-from tests.sim.round_account import Head
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
 from tests.sim.transport import SimTransport
-from tests.sim.world import HEALED_SECONDS, RUN, World
+from tests.sim.world import HEALED_SECONDS, RUN, Head, World
 from tests.support import checkers
 from tests.support import independent_checkers as checkers_loose
 
@@ -141,8 +146,9 @@ class IndependentWorld(World):
         return NoLoCo(outer.momentum, outer.learning_rate, pull) if pull else outer
 
     def averager(self, host: Host, settings: Settings) -> IndependentAverager:
-        """The averager of a peer. The vectors for its means hold NaN when `average` begins."""
-        return blank_results(self._averager(host, settings))
+        averager = self._averager(host, settings)
+        averager.enter = partial(_enter_blank, averager.enter)  # type: ignore[method-assign]
+        return averager
 
     def _averager(self, host: Host, settings: Settings) -> IndependentAverager:
         if self.scenario.directory:
@@ -235,7 +241,6 @@ class IndependentWorld(World):
         return found + self._together()
 
     def _undisturbed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """Every peer must reach the last round, and mix if it could."""
         found = []
         for peer, history in honest.items():
             if not history or history[-1]["round"] < self.scenario.rounds - 1:
@@ -256,7 +261,6 @@ class IndependentWorld(World):
         return LIARS_ROUNDS if self.scenario.protocol == "push_sum" and self.liars else 2
 
     def _unnamed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        """Each liar whose lies are refused must be named by an honest peer."""
         blamed = {peer for history in honest.values() for report in history for peer in report["blamed"]}
         found = []
         for peer, liar in self.byzantine_peers.items():
@@ -268,3 +272,28 @@ class IndependentWorld(World):
         if any(liar.parts for liar in self.byzantine_peers.values()) or (spread := self.spread()) <= SPREAD_BOUND:
             return []
         return [checkers.Violation("spread", "", 0, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")]
+
+
+@asynccontextmanager
+async def _enter_blank(
+    enter: Callable[[Any, Deadline], AbstractAsyncContextManager[IndependentSession]], head: Any, deadline: Deadline
+) -> AsyncIterator[IndependentSession]:
+    async with enter(head, deadline) as session:
+        average = session.average
+
+        async def into_blank(mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+            for each in into:
+                each.fill_(math.nan)
+            return await average(mine, work, into)
+
+        session.average = into_blank  # type: ignore[method-assign]
+        yield session
+
+
+def world_of(protocol: str, stages: int = 1) -> type[World]:
+    """The world of a protocol: whether its peers share an anchor, and each holds all of it, decides what must hold."""
+    if stages > 1:
+        from tests.sim.pipeline_world import PipelineWorld  # nothing else loads pipelines
+
+        return PipelineWorld
+    return IndependentWorld if protocol in INDEPENDENT_PROTOCOLS else World

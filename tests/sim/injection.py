@@ -15,8 +15,6 @@ from tests.sim.network import SimNetwork
 
 
 class Injector:
-    """Injects the faults of a scenario."""
-
     def __init__(
         self,
         faults: Faults,

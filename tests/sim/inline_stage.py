@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from node.training.stage_learner import StageCompute
@@ -11,7 +11,7 @@ from node.training.stage_replica import Priority, StageSeconds, TurnQueue
 from node.training.trainer import LocalTraining
 from protocols.aio import loop_time
 from protocols.base import LocalProgress, Vector
-from protocols.pipeline.job import JobResult, StageJob
+from protocols.pipeline.job import JobKind, JobResult, StageJob
 
 
 class InlineStage:
@@ -74,3 +74,20 @@ class InlineStage:
     async def evaluate(self) -> float:
         async with self.turns.turn(Priority.WEIGHTS):
             return self.local_training.evaluate()
+
+
+def accumulate(stages: Sequence[StageCompute]) -> float:
+    """One microbatch through all stages, forwards and back; returns its loss."""
+    first, *middle, last = stages
+    drawn = first.run(StageJob(JobKind.DRAW))
+    x, targets = drawn.payloads
+    inputs = []
+    for stage in middle:
+        inputs.append(x)
+        (x,) = stage.run(StageJob(JobKind.FORWARD, (x,))).payloads
+    done = last.run(StageJob(JobKind.LOSS, (x, targets)))
+    (gradient,) = done.payloads
+    for stage, x in zip(reversed(middle), reversed(inputs), strict=True):
+        (gradient,) = stage.run(StageJob(JobKind.BACKWARD, (x, gradient))).payloads
+    first.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, done.loss))
+    return done.loss

@@ -20,16 +20,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from protocols.base import PeerId
-from protocols.consensus.record import Kind
-from protocols.history.chain import DecidedRound
 from tests.sim.arguments import Parser, at_least, at_least_one
-from tests.sim.durable_world import DurableWorld
-from tests.sim.leaving_scenario import LeavingScenario, LongRounds
 from tests.sim.process import prepare
+from tests.sim.scenario_runner import INNER_STEPS, ScenarioRunner, ScenarioSetup
 
 KINDS = ("crash", "silence")
 PACE_SECONDS = 0.3
@@ -41,8 +39,12 @@ WHOLE_SECONDS = 240.0
 MAX_VIOLATIONS = 20
 
 
-class Leaving(DurableWorld, LeavingScenario):
+class Leaving(ScenarioRunner):
     """Peers that leave, and return from the checkpoints that they wrote when they left."""
+
+    def __init__(self, peers: int, **changes: Any) -> None:
+        setup = ScenarioSetup(peers, inner_steps=INNER_STEPS, pace_seconds=PACE_SECONDS, every_rounds=1)
+        super().__init__(replace(setup, **changes))
 
     async def leave_in_turn(self, peers: Sequence[PeerId], pause_seconds: float = 0.0) -> None:
         for peer in peers:
@@ -54,18 +56,12 @@ class Leaving(DurableWorld, LeavingScenario):
                 self.kill(peer)
             await asyncio.sleep(pause_seconds)
 
-    def forks(self, peer: PeerId) -> list[DecidedRound]:
-        chain = self.chain(peer)
-        return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
-
 
 class Play:
-    """One simulation of the scenario, with a fault at message `at`, or without a fault."""
-
     def __init__(self, peers: int, kind: str = "crash", at: int | None = None) -> None:
         self.messages = 0
         self._kind, self._at = kind, at
-        self._stage = Leaving(LongRounds(peers, pace_seconds=PACE_SECONDS))
+        self._stage = Leaving(peers)
         self._watching = self._starting = False
 
     def run(self) -> None:
@@ -78,14 +74,10 @@ class Play:
         await stage.leave_in_turn(stage.peers)
         self._starting = True
         *early, last = stage.peers
-        for peer in early:
-            if peer not in stage.alive():
-                stage.revive(peer)
-        await asyncio.sleep(0.0)
+        await stage.revived(*(peer for peer in early if peer not in stage.alive()))
         await stage.until(lambda: len(stage.alive()) == len(early) and stage.whole(), WHOLE_SECONDS, "all but the last")
         self._watching = False
-        stage.revive(last)
-        await asyncio.sleep(0.0)
+        await stage.revived(last)
         await stage.until(lambda: len(stage.alive()) == len(stage.peers) and stage.whole(), WHOLE_SECONDS, "all")
         await stage.rounds(2)
 
@@ -126,7 +118,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Simulate the chosen messages; the exit code is 1 after a failure."""
     options = _parse(arguments)
     prepare()
     began = time.monotonic()

@@ -11,9 +11,8 @@ from protocols.base import PeerId
 from protocols.consensus.vote_tally import majority
 from tests.sim import loop as simloop
 from tests.sim.faults import Faults, Message
-from tests.sim.round_account import Head
 from tests.sim.scenario import Scenario
-from tests.sim.world import World
+from tests.sim.world import Head, World
 from tests.support import checkers
 from tests.support.checkers import Violation
 
@@ -148,12 +147,10 @@ class MessageFault(World):
         return peer in self.at and self.at[peer].key.round >= self.due and self.met_since(peer, self.due - 1)
 
     def absent(self, peer: PeerId) -> list[PeerId]:
-        """The members of a peer's roster that are dead or out of touch."""
         able = self.able()
         return [member.peer for member in self.at[peer].roster if member.peer not in able]
 
     def judge(self) -> Iterator[Violation]:
-        """What must hold at the end of the run, before all peers are killed."""
         if not self.injector.struck:
             yield Violation("missed", "", ROUND, "the fault never happened: the run differs from the one without it")
         if self.FORKS and not self.able() and self.could():
@@ -180,7 +177,6 @@ class Verdict:
 def enumerate_points(
     scenario: Scenario, world_type: type[World] = World, recording_type: type[Recording] = Recording
 ) -> list[Point]:
-    """Every message of every peer in the round, from a run without faults."""
     recording = type("Recorded", (recording_type, world_type), {})(scenario)
     simloop.run(recording.run())
     if recording.network.bugs or any(len(history) < scenario.rounds for history in recording.histories.values()):
@@ -216,7 +212,6 @@ def strike(
 
 
 def _outcome(world: World) -> str:
-    """The outcome of the round at the first peer that decided it; "undecided" if none did."""
     reports = [report for history in world.histories.values() for report in history if report["round"] == ROUND]
     return next((r["outcome"] for r in reports if r["outcome"] in checkers.DECIDED), "undecided")
 

@@ -9,19 +9,17 @@ from dataclasses import replace
 
 from protocols.base import Member, PeerId
 from protocols.pipeline.settings import PipelineEvent
-from tests.sim.durable_world import DurableWorld
-from tests.sim.leaving_scenario import LeavingPeers
 from tests.sim.pipeline_world import PipelineWorld
-from tests.sim.scenario_runner import ScenarioSetup
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support import checkers
 
 
-class PipelineRunner(LeavingPeers, DurableWorld, PipelineWorld):
-    """Peers p0, p1, …, each in the stage that `layout` says."""
+class PipelineRunner(ScenarioRunner, PipelineWorld):
+    """Peers p0, p1, … with disks, each in the stage that `layout` says."""
 
     def __init__(self, layout: Sequence[int], cast: ScenarioSetup | None = None) -> None:
         cast = cast or ScenarioSetup(len(layout))
-        super().__init__(replace(cast, peers=len(layout), stages=max(layout) + 1))
+        super().__init__(replace(cast, peers=len(layout), stages=max(layout) + 1, every_rounds=1))
         self._layout = dict(zip(self.peers, layout, strict=True))
         self._react: Callable[[PipelineEvent], None] = lambda event: None
 

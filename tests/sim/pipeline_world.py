@@ -28,9 +28,8 @@ from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS
 from tests.sim.inline_stage import InlineStage
-from tests.sim.round_account import Head
 from tests.sim.scenario import Scenario
-from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, World
+from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, Head, World
 from tests.support import checkers, pipeline_checkers
 
 TOKENS = 32

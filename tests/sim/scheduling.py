@@ -193,7 +193,6 @@ class Schedule:
     # -- healing ------------------------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Stop the faults: hosts see each other again, and each sends its certificates."""
         self.world.calm = True
         self.world.cuts.clear()
         flying, self.world.flying = self.world.flying, []

@@ -153,7 +153,6 @@ class World:
         self.go_on(node, value)
 
     def decided(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
-        """Handle a member's decision."""
         side.timer = side.choice = None
         if side.ghost:
             return
@@ -162,7 +161,6 @@ class World:
         self.go_on(node, value)
 
     def learn(self, certificate: votes.Certificate) -> Value:
-        """Check a certificate, and note its lineage for the checks."""
         key = certificate.key
         value = judging.judge_child(self.lines[key.lineage], certificate)
         if value.digest not in self.lines:
@@ -192,7 +190,6 @@ class World:
             self.obey(node, side, side.vote.timeout(timer[0]))
 
     def answer(self, node: Node, side: Side) -> None:
-        """Choose a record for the ballot that the node coordinates."""
         if side.choice is None or not node.alive:
             return
         (ballot, promises), side.choice = side.choice, None
@@ -287,7 +284,6 @@ class World:
         return successors
 
     def inherit(self, lineage: bytes, successors: Sequence[Node]) -> None:
-        """Let the hosts of these nodes ask for a fork."""
         for node in successors:
             side, members = self.enter(node, lineage), [each.me for each in successors]
             if node.alive and not side.vote.decided and side.vote.tally.may_fork(members):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,23 +22,25 @@ from node.outer.state import OuterState
 from node.tasks.paced import Paced
 from node.training.trainer import Learner
 from protocols.aio import task_group
-from protocols.base import Host, Member, PeerId, Settings, Trainer, Vector
+from protocols.base import Host, Member, PeerId, RoundKey, Settings, Trainer, Vector
 from protocols.blobs.parts import PartCache
+from protocols.butterfly.averager import Butterfly
+from protocols.consensus.vote_tally import majority
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
 from protocols.vectors.codec import codec
 from tests.sim import loop as simloop
-from tests.sim import pauses
+from tests.sim.contact import Outages
 from tests.sim.host import DirectoryFaults, sim_host
 from tests.sim.injection import Injector
-from tests.sim.round_account import Account, Head
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario, resolve
 from tests.sim.swarm import SimSwarm
 from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
 from tests.support import checkers
+from tests.support.checkers import DECIDED
 from tests.support.disguises import lying
 from tests.support.inline_trainer import InlineTrainer
 
@@ -49,6 +52,74 @@ HEALED_SECONDS = 600.0
 HEALED_ROUNDS = 2
 LEVEL_ROUNDS, LEVEL_TASKS = 5, 4
 """In its last `LEVEL_ROUNDS` rounds a peer may have `World.level_tasks` tasks more than in its first ones."""
+
+
+class Head(Protocol):
+    @property
+    def key(self) -> RoundKey: ...
+
+    @property
+    def roster(self) -> tuple[Member, ...]: ...
+
+
+@dataclass
+class Attempt:
+    roster: tuple[Member, ...]
+    began: float
+    ended: float | None = None
+    decided: bool = False
+    committed: bool = False
+    committed_by: dict[PeerId, float] = field(default_factory=dict)
+    entered: dict[PeerId, float] = field(default_factory=dict)
+    missed: Counter[PeerId] = field(default_factory=Counter)
+
+
+class Account:
+    """The attempts of a run, by the lineage that they extend."""
+
+    def __init__(self, outages: Outages) -> None:
+        self.attempts: dict[str, Attempt] = {}
+        self._outages = outages
+
+    def entered(self, peer: PeerId, head: Head, now: float) -> None:
+        attempt = self.attempts.setdefault(head.key.lineage.hex(), Attempt(head.roster, now))
+        attempt.entered[peer] = now
+
+    def reported(self, report: dict[str, Any], now: float) -> None:
+        attempt, peer = self.attempts.get(report["parent"]), report["peer"]
+        if attempt is None:  # no peer entered this round: the reporter has caught up
+            return
+        if not attempt.decided:
+            attempt.ended = now
+        attempt.decided |= report["outcome"] in DECIDED
+        if report["outcome"] in ("committed", "alone"):
+            attempt.committed = True
+            attempt.committed_by.setdefault(peer, now)
+        elif report["outcome"] == "undecided" and self._could(attempt, attempt.entered.get(peer, now), now, peer):
+            attempt.missed[peer] += 1
+
+    def _could(self, attempt: Attempt, since: float, until: float, peer: PeerId | None = None) -> bool:
+        """Whether a majority of the roster, including `peer`, was alive and mutually connected."""
+        count = majority(len(attempt.roster))
+        return self._outages.connected(attempt.roster, count, since, until, peer)
+
+    def shares(self) -> tuple[int, int]:
+        """(rounds that could commit, rounds of these that did); each repeated attempt counts as a round."""
+        could = did = 0
+        for attempt in self.attempts.values():
+            missed = max(attempt.missed.values(), default=0)
+            able = attempt.ended is not None and self._could(attempt, attempt.began, attempt.ended)
+            did += able and attempt.committed
+            could += missed + (able and (attempt.committed or not missed))
+        return could, did
+
+    def whole(self, peers: tuple[PeerId, ...], since: float) -> int:
+        """The number of rounds with all peers in the roster that all of them have committed since then."""
+        return sum(
+            {member.peer for member in attempt.roster} == set(peers)
+            and all(attempt.committed_by.get(peer, -1.0) >= since for peer in peers)
+            for attempt in self.attempts.values()
+        )
 
 
 @dataclass(slots=True)
@@ -107,14 +178,10 @@ class World(SimSwarm):
         return InlineTrainer(self.learner(index), self.scenario.inner_steps, self.scenario.step_seconds[index])
 
     def trainer_on(self, index: int, host: Host) -> Trainer:
-        """The same for a trainer that needs a host."""
         return self.trainer(index)
 
     def averaging_host(self, index: int, host: Host) -> Host:
         return host
-
-    def part_cache(self, host: Host) -> PartCache:
-        return PartCache(host)
 
     def scope(self, index: int) -> str:
         return "run"
@@ -136,7 +203,6 @@ class World(SimSwarm):
         return OuterSGD(OUTER_RATE, OUTER_MOMENTUM, self.scenario.rounds, decay=0.5)
 
     async def run(self) -> float:
-        """Start all peers, and run until the last round, or until the faults are healed and the swarm is whole."""
         for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
             self.network.join(peer, rate)
         mains = [self._start(peer) for peer in self.peers]
@@ -162,7 +228,6 @@ class World(SimSwarm):
                 await self._done.wait()
 
     async def _end(self) -> None:
-        """Kill the peers that still run, and let messages in transit arrive."""
         for peer, node in self.network.nodes.items():
             if node.process.alive and (self.scenario.breaks or peer in self.liars):
                 self.network.kill(peer)
@@ -225,8 +290,7 @@ class World(SimSwarm):
     def stack(
         self, index: int, host: Host, settings: Settings, trainer: Trainer, anchor: Vector
     ) -> tuple[OuterLoop, Any]:
-        """The outer loop of a peer, and what fetches the state that it misses."""
-        part_cache, snapshots = self.part_cache(host), Snapshots()
+        part_cache, snapshots = PartCache(host), Snapshots()
         chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
         sync = ChainSync(
             host,
@@ -290,7 +354,7 @@ class World(SimSwarm):
         if report["peer"] in self.liars:
             return
         self.account.reported(report, self.now)
-        self._early += pauses.called_early(self.replicas.get(report["peer"]), report)
+        self._early += called_early(self.replicas.get(report["peer"]), report)
         if self.satisfied():
             self._done.set()
 
@@ -358,8 +422,21 @@ class World(SimSwarm):
         return found
 
 
+def called_early(outer_loop: OuterLoop | None, report: checkers.Report) -> Iterator[checkers.Violation]:
+    """A round with a mean was called because work was complete, or because a member left; never because one paused."""
+    averager = getattr(outer_loop, "averager", None)
+    session = averager._round if isinstance(averager, Butterfly) else None
+    if session is None or session.head.key.lineage.hex() != report["parent"] or report["outcome"] != "committed":
+        return
+    resolved, roster = session.call.resolved, session.head.roster
+    offers = resolved.plan.offers if resolved else ()
+    leave = {offer.member for offer in offers if offer.leaving} >= set(roster)
+    if offers and not leave and not any(offer.complete for offer in offers):
+        what = f"called with {[offer.tokens for offer in offers]} tokens, none of them complete"
+        yield checkers.Violation("early", report["peer"], report["round"], what)
+
+
 def play(scenario: Scenario, world_type: Callable[[Scenario], World] = World) -> Outcome:
-    """Simulate a scenario to its end and judge it."""
     world = world_type(scenario)
 
     seconds = world.play(world.run)

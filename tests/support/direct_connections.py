@@ -63,7 +63,6 @@ class SimpleServer:
         return await dial(self.where, token or self.token(), AES, me, "server", 5.0)
 
     async def pair(self, me: str = "client", token: ConnectionToken | None = None) -> tuple[DirectConnection, ...]:
-        """The client's and the server's end of a new connection."""
         return await self.dialled(me, token), self.connections[-1]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, Signed
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import VoteTally
-from protocols.history.chain import DecidedRound, follow
+from protocols.history.chain import Chain, DecidedRound, follow
 from protocols.wire import ChunkSpan, PartDigest
 from tests.sim.host import SimSigner
 
@@ -58,5 +58,26 @@ def line(head: Head, rounds: int, **changes: object) -> list[DecidedRound]:
 
 
 def encoded(link: DecidedRound) -> bytes:
-    """The encoded certificate, as an archive keeps it."""
     return wire.encode(link.certificate)
+
+
+ROSTER = (Member("anna"), Member("bert"))
+
+
+def fresh() -> Chain:
+    return Chain(RUN, "run", ROSTER, ROOT)
+
+
+def grown(rounds: int, **changes: object) -> Chain:
+    chain = fresh()
+    for link in line(chain.head, rounds, **changes):
+        chain.extend(link.certificate)
+    return chain
+
+
+def lineages(chain: Chain) -> list[bytes]:
+    return [records.genesis(RUN), *(records.lineage(each) for each in chain.records)]
+
+
+def state(chain: Chain) -> tuple[Head, tuple[bytes, ...], tuple[bytes, ...]]:
+    return chain.head, chain.records, chain.locator()

@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
+from node.tasks.base import Step
 from node.training.trainer import Learner, LocalTraining, RestGate
-from protocols.base import LocalProgress, RoundKey, Vector
+from protocols.base import Layout, LocalProgress, RoundKey, Vector
 
 
 class InlineTrainer:
@@ -64,3 +67,25 @@ class InlineTrainer:
 
     async def evaluate(self) -> float:
         return self.local_training.evaluate()
+
+
+ELEMENTS, STEP, TOKENS = 10, 0.125, 100
+
+
+class LinearLearner:
+    """A `Learner` whose every step subtracts an eighth from each element, so that sums are exact."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(((("slope", (ELEMENTS,)),),))
+        self.vector: Vector = torch.ones(ELEMENTS)
+        self.step_size = STEP
+
+    def step(self, round_number: int, step: int) -> Step:
+        self.vector.sub_(self.step_size)
+        return Step(2.5, TOKENS)
+
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        return {}
+
+    def evaluate(self) -> float:
+        return 0.0

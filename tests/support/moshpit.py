@@ -74,19 +74,16 @@ def outcomes(history: Sequence[RoundResult]) -> list[str]:
 
 
 def blames_of(histories: dict[PeerId, list[RoundResult]], peer: PeerId) -> list[str]:
-    """The reasons for which the others blame a peer."""
     results = [result for other, history in histories.items() if other != peer for result in history]
     return [blame.why for result in results for blame in result.mean.blamed if blame.peer == peer]
 
 
 def message_count(swarm: AveragingSwarm, victim: PeerId) -> int:
-    """How many messages a peer sends and receives in a run without faults."""
     swarm.average()
     return swarm.network.nodes[victim].messages
 
 
 def both_ways(call: Callable[[PeerId, PeerId], None], peer: PeerId, others: Iterable[PeerId]) -> None:
-    """Block or heal the links between a peer and others."""
     for other in others:
         call(peer, other)
         call(other, peer)

@@ -25,9 +25,8 @@ from protocols.pipeline.job import JobResult, StageJob
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineSettings
 from protocols.streams.endpoint import ProtocolEndpoint
-from tests.sim.inline_stage import InlineStage
+from tests.sim.inline_stage import InlineStage, accumulate
 from tests.sim.swarm import SimSwarm
-from tests.support.microbatch import accumulate
 from tests.support.statedir_fixtures import assemble
 
 RUN, SEED = bytes(range(32)), 3
@@ -99,7 +98,6 @@ class OuterSwarm(SimSwarm):
         assert self.left() == (1, 0), "tasks and streams are left over"
 
     def left(self) -> tuple[int, int]:
-        """Tasks, the running one included, and open streams of all peers."""
         return len(asyncio.all_tasks()), sum(len(node.ends) for node in self.network.nodes.values())
 
     def _join(self, peer: PeerId) -> ProtocolEndpoint:

@@ -91,7 +91,6 @@ class PairwiseSwarm(AveragingSwarm):
         return self.spawn(self.names[index], job)
 
     async def settle(self, seconds: float = GRACE_SECONDS) -> None:
-        """Heal all links, and let open exchanges end."""
         for source, target in list(self.network.links):
             self.network.heal(source, target)
         await asyncio.sleep(seconds)
@@ -164,7 +163,6 @@ class PairwiseSwarm(AveragingSwarm):
         return not torch.equal(flat(self.states[index]), self.first[index])
 
     def messages(self, index: int) -> list[str]:
-        """The names of all messages that this peer counted."""
         results = self.results[index]
         whole = [part for each in results for part in (*each.early.values(), *each.mean.contributions.values())]
         return [name for part in whole for name in part.messages]

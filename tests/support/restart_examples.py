@@ -23,7 +23,6 @@ ROSTER = tuple(Member(name) for name in ("anna", "bert", "cleo"))
 
 
 def sealed(here: StateDir, held_out: bytes = SAMPLE) -> tuple[Manifest, bytes]:
-    """A run that this peer founded."""
     config = load_run(None, {"task": "paced"}, REPLICATED_PROTOCOLS)
     manifest = Manifest(
         config=config,
@@ -76,7 +75,6 @@ def checkpoint_manager(path: Path, common: Checkpoint | None = None) -> Checkpoi
 
 
 def flip_bit(file: Path, at: int) -> bytes:
-    """Damage one byte; the damaged content."""
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)

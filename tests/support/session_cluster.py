@@ -101,8 +101,6 @@ def status_tracker(me: Member) -> StatusTracker:
 
 
 class SessionPeer:
-    """One peer with everything that a session needs."""
-
     def __init__(self, cluster: SessionCluster, name: PeerId, step_seconds: float, **limits: Any) -> None:
         self.cluster, self.name, self.view, self.status_tracker = cluster, name, View(), status_tracker(Member(name))
         transport = cluster.network.join(name)
@@ -167,7 +165,6 @@ class SessionPeer:
         return OuterState(self.trainer.local_training.learner.vector.clone(), OuterSGD(0.9, 0.5), host.compute)
 
     def stack(self, host: Host, settings: Settings) -> tuple[Any, Any]:
-        """The outer loop and its state sync."""
         snapshots, part_cache = Snapshots(), PartCache(host)
         sync = ChainSync(
             host,
@@ -256,6 +253,5 @@ class SessionCluster(SimSwarm):
         return [self.add(name, **limits) for name in names]
 
     async def end(self, names: Iterable[str] | None = None, seconds: float = 300.0) -> None:
-        """Wait until these sessions have ended without an error."""
         async with asyncio.timeout(seconds):
             await asyncio.gather(*(self.tasks[name] for name in (names or list(self.tasks))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from node.reporting.report import RoundReport
 from node.reporting.status import PeerStatus, Status
 
 PEER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -32,3 +33,9 @@ STATUS = Status(
     pid=7,
     incarnation=2,
 )
+
+
+REPORT = RoundReport(
+    "r", "p", 1, 0, "a", "b", "anchor0", "committed", ("p", "q"), {"q": ("a", 1, 2)}, {"q": "late"}, True, 0.5, 100,
+    math.nan, "h", 2.0, 0.1, 0.2, 5, 6, 0.0,
+)  # fmt: skip

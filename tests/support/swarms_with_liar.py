@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import functools
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, TypeAlias
 
+import msgpack
 import torch
 
-from protocols.base import AveragingResult, Member, PeerId, RoundKey
+from protocols import wire
+from protocols.base import AveragingResult, Buffer, Header, Member, PeerId, RoundKey
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.peer_tracker import group_key
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
+from protocols.streams.framing import FramedStream
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN, ButterflyHarness, flat, head
 from tests.sim.network import SimNetwork
+from tests.sim.pipe import SimPipe
+from tests.support.disguises import Disguise, SpoofedStream
 from tests.support.example_vectors import equal_norm_vectors
 from tests.support.fake_rounds import RUN as SYNC_RUN
 from tests.support.membership_swarm import RUN as MEMBERSHIP_RUN
@@ -26,6 +33,7 @@ from tests.support.membership_swarm import MembershipSwarm
 from tests.support.moshpit import moshpit_swarm
 from tests.support.pairwise import PairwiseSwarm
 from tests.support.sync_cluster import SyncCluster
+from tests.support.wire_examples import replaced, value_at
 
 Before = Callable[[SimNetwork], None]
 """Called in the running world, before the liar says anything."""
@@ -33,8 +41,6 @@ Before = Callable[[SimNetwork], None]
 
 @dataclass
 class PlayResult:
-    """What a play came to for the honest peers."""
-
     states: list[torch.Tensor]
     outcomes: set[str]
     seconds: float
@@ -43,8 +49,6 @@ class PlayResult:
 
 @dataclass(frozen=True)
 class SwarmWithLiar:
-    """A protocol in a small swarm."""
-
     play: Callable[[Before], PlayResult]
     liar: PeerId
     victim: PeerId
@@ -171,3 +175,52 @@ SWARMS = {
     "sync": _sync(),
     "membership": _membership(),
 }
+
+
+FOREIGN = b"\xee" * 32
+"""A digest of no run, round or state."""
+Change: TypeAlias = Mapping[str, Any] | Callable[[Any], Header | bytes]
+"""Fields, by dotted names as `offers.0.tokens`, with the packed value of each or a function of the honest one; or what
+the liar sends in the place of the whole header."""
+
+
+def more(honest: int) -> int:
+    return honest + 1
+
+
+@functools.cache
+def path_of(kind: Any, field: str) -> tuple[int, ...]:
+    path, hint = [], kind
+    for name in field.split("."):
+        if is_dataclass(hint):
+            names = [each for each, _ in wire._specs(typing.cast("type", hint))]
+            path.append(names.index(name) + 2 * (hint is kind))
+            hint = typing.get_type_hints(hint)[name]
+        else:
+            path.append(int(name))
+            hint = typing.get_args(hint)[0]
+    return tuple(path)
+
+
+def forged(header: Header, change: Change) -> bytes:
+    if callable(change):
+        false = change(header)
+        return false if isinstance(false, bytes) else wire.encode(false)
+    values = msgpack.unpackb(wire.encode(header))
+    for field, value in change.items():
+        path = path_of(type(header), field)
+        values = replaced(values, path, value(value_at(values, path)) if callable(value) else value)
+    return bytes(msgpack.packb(values))
+
+
+def forging(kind: type[Any], change: Change) -> Disguise:
+    def disguise(method: str, stream: FramedStream, pipe: SimPipe) -> SpoofedStream:
+        async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+            if not isinstance(header, kind):
+                return await stream.send(header, payload)
+            packed = forged(header, change)
+            await pipe.write(len(packed).to_bytes(4, "big") + packed + bytes(payload))
+
+        return SpoofedStream(stream, send)
+
+    return disguise

@@ -14,23 +14,30 @@ from node.outer.sgd import OuterSGD
 from node.outer.state import OuterState
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
+from protocols import wire
 from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import (
     RUN_SCOPE,
     AveragingResult,
+    BadPayload,
     Contribution,
+    Deadline,
+    Host,
     LocalProgress,
     Member,
     Outcome,
+    PeerError,
+    PeerGone,
     PeerId,
     Settings,
     Vector,
 )
-from protocols.blobs.parts import PartCache, PartStore
+from protocols.blobs.parts import PartCache, PartDownload, PartStore
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
+from protocols.streams.endpoint import RoundAccounting
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors.codec import codec
@@ -223,3 +230,21 @@ class SyncCluster(SimSwarm):
             and peer.chain.head.state_root == peer.outer_loop.state.root(peer.round)
             for peer in others
         )
+
+
+async def fetch_part(
+    host: Host, peer: PeerId, wanted: wire.PartDigest, part: ReducedPart, deadline: Deadline, silence: float = 30.0
+) -> ReducedPart:
+    """Fetch a part into an empty one; raises what the peer did instead, and PeerGone if it does not have it."""
+    errors: list[PeerError | BadPayload] = []
+    download = PartDownload(
+        host,
+        RoundAccounting(),
+        wanted=wanted,
+        part=part,
+        silence_seconds=silence,
+        on_lost=lambda _, error: errors.append(error),
+    )
+    if await download.run(lambda: [peer], deadline):
+        return part
+    raise errors[0] if errors else PeerGone(peer, "does not have the part")

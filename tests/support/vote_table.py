@@ -74,7 +74,6 @@ class Table:
         return count
 
     def lose(self, *indices: int) -> None:
-        """What flies to or from these members is lost; without any, everything is."""
         names = {self.name(index) for index in indices} or set(self.votes)
         self.flying = [flight for flight in self.flying if not {flight.sender, flight.to} & names]
 

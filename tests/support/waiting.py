@@ -11,7 +11,6 @@ def now() -> float:
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> float:
-    """Wait until a condition holds; returns the seconds that it took."""
     began = now()
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - there is no event to wait for

@@ -72,7 +72,6 @@ def headers(kind: type) -> st.SearchStrategy[Any]:
 
 
 def places(packed: list[Any], path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Paths to every value inside nested lists, the lists included."""
     found = [(*path, index) for index in range(len(packed))]
     for index, value in enumerate(packed):
         if isinstance(value, list):
@@ -81,7 +80,6 @@ def places(packed: list[Any], path: tuple[int, ...] = ()) -> list[tuple[int, ...
 
 
 def replaced(packed: Any, path: tuple[int, ...], value: Any) -> list[Any]:
-    """The nested lists with another value at this path."""
     head, *rest = path
     inner = replaced(packed[head], tuple(rest), value) if rest else value
     return [*packed[:head], inner, *packed[head + 1 :]]

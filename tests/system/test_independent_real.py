@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.independent_swarm import IndependentSwarm
-from tests.support.real_swarm import RealPeer, paced, wait
+from tests.support.real_swarm import IndependentSwarm, RealPeer, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 PATIENT_SECONDS = 120.0

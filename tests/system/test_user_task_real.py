@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documented_task import documented_task
-from tests.support.paths import REPOSITORY
+from tests.support.paths import REPOSITORY, documented_task
 from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]

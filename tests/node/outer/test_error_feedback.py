@@ -29,10 +29,9 @@ from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.sim.world import Outcome as Played
 from tests.sim.world import play as play_world
 from tests.support.checkpoints import Disk, Worker, like
-from tests.support.inline_trainer import InlineTrainer
-from tests.support.linear_learner import ELEMENTS
+from tests.support.inline_trainer import ELEMENTS, InlineTrainer
 from tests.support.long import long
-from tests.support.replicated_peer import ME, OTHER, RUN, Peer, Script, ScriptedAverager, lost, play, skipped, weighed
+from tests.support.scripted_peers import ME, OTHER, RUN, Peer, Script, ScriptedAverager, lost, play, skipped, weighed
 from tests.support.simulated import on_virtual_time, simulated
 
 TOPK = codec("topk")

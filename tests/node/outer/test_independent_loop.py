@@ -19,15 +19,15 @@ from protocols.streams.endpoint import RoundAccounting
 from protocols.sync.independent_sync import IndependentStateSync, Order
 from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
 from tests.sim import loop as simloop
-from tests.support.linear_learner import ELEMENTS, STEP
-from tests.support.scripted_averager import (
+from tests.support.inline_trainer import ELEMENTS, STEP
+from tests.support.scripted_peers import (
     FROM_BERT,
     KEY,
     ME,
     OUTER,
     STEPS,
+    Exchange,
     IndependentPeer,
-    Script,
     half,
     holds,
     stepped,
@@ -36,7 +36,7 @@ from tests.support.simulated import on_virtual_time
 
 
 def test_single_peer_steps_by_itself() -> None:
-    peer = IndependentPeer(Script(), Script())
+    peer = IndependentPeer(Exchange(), Exchange())
     first, second = peer.play(2)
     theta, velocity = stepped(2)
     assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.state.velocity, velocity)
@@ -46,19 +46,19 @@ def test_single_peer_steps_by_itself() -> None:
 
 
 def test_chain_links_own_states() -> None:
-    peer = IndependentPeer(Script(), Script(average=half))
+    peer = IndependentPeer(Exchange(), Exchange(average=half))
     first, second = peer.play(2)
     assert [first.round, second.round] == [0, 1]
     assert second.parent == first.lineage != first.parent
     assert second.lineage == peer.outer_loop.key.lineage.hex() == peer.outer_loop.state.root(2).hex()
-    assert [head.roster for head in peer.averager.heads] == [(ME,), (ME,)]
+    assert [seen.head.roster for seen in peer.seen] == [(ME,), (ME,)]
 
 
 def test_state_after_own_step_is_averaged_and_replaced() -> None:
-    peer = IndependentPeer(Script(average=half))
+    peer = IndependentPeer(Exchange(average=half))
     (report,) = peer.play()
     theta, velocity = stepped(1)
-    brought = peer.averager.brought[0]
+    brought = peer.seen[0].brought
     assert holds(brought[0], theta) and holds(brought[1], velocity)
     assert holds(peer.outer_loop.anchor, theta / 2) and holds(peer.outer_loop.state.velocity, velocity / 2)
     assert holds(peer.learner.vector, theta / 2)
@@ -72,7 +72,7 @@ def test_exchange_during_training_keeps_the_work() -> None:
         state[1].add_(0.25)
         return FROM_BERT
 
-    peer = IndependentPeer(Script(add))
+    peer = IndependentPeer(Exchange(add))
     (report,) = peer.play()
     theta, velocity = torch.full((1,), 2.0), torch.full((1,), 0.25)
     OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))  # the same work, from the state as it is now
@@ -81,13 +81,13 @@ def test_exchange_during_training_keeps_the_work() -> None:
 
 
 def test_both_kinds_of_exchange_are_reported() -> None:
-    (report,) = IndependentPeer(Script(lambda state: FROM_BERT, half)).play()
+    (report,) = IndependentPeer(Exchange(lambda state: FROM_BERT, half)).play()
     assert report.peers == ("cora", "bert") and report.messages == ("cora/1", "bert/7")
     assert {lineage for lineage, *_ in report.contributions.values()} == {""}, "what their states were is not known"
 
 
 def test_peer_jumps_to_the_others_round() -> None:
-    peer = IndependentPeer(Script(average=half, rounds=3), Script())
+    peer = IndependentPeer(Exchange(average=half, rounds=3), Exchange())
     first, second = peer.play(2)
     assert (first.round, first.group, second.round) == (3, "ggg", 4)
     assert second.parent == first.lineage
@@ -95,18 +95,18 @@ def test_peer_jumps_to_the_others_round() -> None:
 
 @pytest.mark.parametrize("step_size", [math.nan, math.inf, 3e38])
 def test_diverged_work_is_left_out(step_size: float) -> None:
-    peer = IndependentPeer(Script())
+    peer = IndependentPeer(Exchange())
     peer.learner.step_size = step_size
     (report,) = peer.play()
     assert holds(peer.outer_loop.anchor, 1.0) and holds(peer.learner.vector, 1.0)
     assert report.finite and "not finite" in report.blamed["anna"]
-    assert peer.averager.works[0].tokens == 0
+    assert peer.seen[0].work.tokens == 0
 
 
 @on_virtual_time
 async def test_report_flags_non_finite_parameters() -> None:
     """No input should lead to such parameters; if one does, the report shows it."""
-    peer = IndependentPeer(Script(average=half), Script())
+    peer = IndependentPeer(Exchange(average=half), Exchange())
     (report,) = await peer.rounds()
     assert report.finite
     peer.outer_loop.anchor[3] = math.nan
@@ -123,7 +123,7 @@ async def test_report_flags_non_finite_parameters() -> None:
 )
 def test_non_finite_mean_is_not_applied(rule: NoLoCo | None, alone: tuple[float, float]) -> None:
     """The state is as after the peer's step alone."""
-    peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]), rule=rule)
+    peer = IndependentPeer(Exchange(average=lambda mine, into: [each.fill_(math.inf) for each in into]), rule=rule)
     (report,) = peer.play()
     assert holds(peer.outer_loop.anchor, alone[0]) and holds(peer.outer_loop.state.velocity, alone[1])
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
@@ -136,7 +136,7 @@ def test_non_finite_step_reverts_exchange_during_training() -> None:
         state[1].fill_(3.4e38)
         return FROM_BERT
 
-    peer = IndependentPeer(Script(meanwhile))
+    peer = IndependentPeer(Exchange(meanwhile))
     (report,) = peer.play()
     assert holds(peer.outer_loop.anchor, 1.0)
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
@@ -150,7 +150,7 @@ def test_spread_is_computed_from_live_peers_sketches() -> None:
         seen.append(mine)
         return {"bert": tuple(3 * each for each in mine)}
 
-    peer = IndependentPeer(Script(), compare=compare)
+    peer = IndependentPeer(Exchange(), compare=compare)
     (report,) = peer.play()
     assert seen == [sketch(peer.outer_loop.anchor, KEY.run)]
     assert report.spread == pytest.approx(0.5)
@@ -158,15 +158,15 @@ def test_spread_is_computed_from_live_peers_sketches() -> None:
 
 @on_virtual_time
 async def test_leaver_hands_in_partial_work() -> None:
-    peer = IndependentPeer(Script(average=half))
+    peer = IndependentPeer(Exchange(average=half))
     asyncio.get_running_loop().call_later(0.7, peer.outer_loop.leave)
     (report,) = await peer.rounds()
-    assert peer.averager.works[0].leaving and report.tokens == 200
+    assert peer.seen[0].work.leaving and report.tokens == 200
 
 
 def test_snapshots_follow_own_round_numbers() -> None:
     snapshots = Snapshots(every_rounds=2)
-    peer = IndependentPeer(Script(), Script(), snapshots=snapshots)
+    peer = IndependentPeer(Exchange(), Exchange(), snapshots=snapshots)
     _, second = peer.play(2)
     newest = snapshots.held()[0]
     assert (newest.round, newest.lineage.hex()) == (2, second.lineage)
@@ -176,7 +176,7 @@ def test_snapshots_follow_own_round_numbers() -> None:
 def test_skipped_snapshot_round_is_made_up() -> None:
     snapshots = Snapshots(every_rounds=5)
     peer = IndependentPeer(
-        Script(average=half, rounds=2), Script(average=half, rounds=3), Script(), Script(), snapshots=snapshots
+        Exchange(average=half, rounds=2), Exchange(average=half, rounds=3), Exchange(), Exchange(), snapshots=snapshots
     )
     peer.play(4)
     assert [each.round for each in snapshots.held()] == [7, 0]
@@ -185,8 +185,8 @@ def test_skipped_snapshot_round_is_made_up() -> None:
 @on_virtual_time
 async def test_peer_starts_from_a_kept_state() -> None:
     snapshots = Snapshots(every_rounds=1)
-    (report,) = await IndependentPeer(Script(average=half), snapshots=snapshots).rounds()
-    peer = IndependentPeer(Script())
+    (report,) = await IndependentPeer(Exchange(average=half), snapshots=snapshots).rounds()
+    peer = IndependentPeer(Exchange())
     await peer.outer_loop.start_from(snapshots.held()[0])
     (again,) = await peer.rounds()
     assert (again.parent, again.round) == (report.lineage, 1)
@@ -200,19 +200,19 @@ async def test_peer_starts_from_a_kept_state() -> None:
 def test_round_cut_by_others_does_not_set_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a peer that joins at the end of a round is cut in all its own rounds, with no time left to mix."""
     monkeypatch.setattr(labour, "ROUND_LIMIT_FLOOR_SECONDS", 0.0)
-    peer = IndependentPeer(Script(average=half, hurried=True), Script(average=half), Script(average=half))
+    peer = IndependentPeer(Exchange(average=half, hurried=True), Exchange(average=half), Exchange(average=half))
     peer.play(3)
-    first, second, third = peer.averager.limits_seconds
+    first, second, third = (seen.limit_seconds for seen in peer.seen)
     assert pytest.approx(first) == second == labour.FIRST_ROUND_LIMIT_SECONDS
     assert third == pytest.approx(labour.ROUND_LIMIT_MULTIPLE * STEPS * 0.5, rel=0.01)
 
 
 def test_own_time_limit_doubles_after_a_cut() -> None:
     """The peer's machine has become slow: with the same limit it would never mix again."""
-    peer = IndependentPeer(*(Script() for _ in range(4)))
+    peer = IndependentPeer(*(Exchange() for _ in range(4)))
     peer.outer_loop._limit_seconds = 1.5
     peer.play(4)
-    assert peer.averager.limits_seconds == pytest.approx([1.5, 3.0, 6.0, 6.0])
+    assert [seen.limit_seconds for seen in peer.seen] == pytest.approx([1.5, 3.0, 6.0, 6.0])
 
 
 # -- another's state --------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def fetched(peer: IndependentPeer, rounds: int, snapshot: Snapshot) -> RoundRepo
 
 
 def test_truncated_state_download_changes_nothing() -> None:
-    peer = IndependentPeer(Script())
+    peer = IndependentPeer(Exchange())
     report = fetched(peer, 1, another(7, Torn))
     theta, velocity = stepped(1)
     assert report.outcome == "undecided" and peer.outer_loop.key.round == 1
@@ -273,7 +273,7 @@ def test_truncated_state_download_changes_nothing() -> None:
 def test_adopting_anothers_state_drops_own_snapshots() -> None:
     """So that a restarted peer does not go back to its former state."""
     snapshots = Snapshots(every_rounds=1, keep=3)
-    peer, donors = IndependentPeer(Script(), Script(), snapshots=snapshots), another(1)
+    peer, donors = IndependentPeer(Exchange(), Exchange(), snapshots=snapshots), another(1)
     report = fetched(peer, 2, donors)
     assert report.outcome == "superseded" and holds(peer.outer_loop.anchor, 9.0) and peer.outer_loop.key.round == 2
     assert [each.lineage for each in snapshots.held()] == [peer.outer_loop.key.lineage, donors.lineage]

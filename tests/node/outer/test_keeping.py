@@ -15,21 +15,19 @@ from node.outer.state import OuterState
 from protocols.base import RoundKey
 from protocols.sync.snapshot import SnapshotIndex, Snapshots
 from tests.sim.host import SimCompute
-from tests.support import replicated_peer, scripted_averager
-from tests.support.linear_learner import ELEMENTS
-from tests.support.replicated_peer import committed, skipped
-from tests.support.scripted_averager import IndependentPeer, half
+from tests.support.inline_trainer import ELEMENTS
+from tests.support.scripted_peers import Exchange, IndependentPeer, Peer, committed, half, play, skipped
 
 Loop = ReplicatedOuterLoop | IndependentOuterLoop
 
 
 def replicated() -> tuple[Loop, Callable[[], object]]:
-    peer = replicated_peer.Peer(committed(), skipped(), committed())
-    return peer.outer_loop, lambda: replicated_peer.play(peer.rounds())
+    peer = Peer(committed(), skipped(), committed())
+    return peer.outer_loop, lambda: play(peer.rounds())
 
 
 def independent() -> tuple[Loop, Callable[[], object]]:
-    peer = IndependentPeer(scripted_averager.Script(average=half), scripted_averager.Script(average=half))
+    peer = IndependentPeer(Exchange(average=half), Exchange(average=half))
     return peer.outer_loop, lambda: peer.play(2)
 
 

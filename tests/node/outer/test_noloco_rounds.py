@@ -10,8 +10,8 @@ import pytest
 from node.outer.noloco import NoLoCo
 from protocols.base import Contribution, PeerId, Vector
 from protocols.sync.snapshot import Snapshots
-from tests.support.linear_learner import STEP
-from tests.support.scripted_averager import FROM_BERT, STEPS, IndependentPeer, Script, half, holds
+from tests.support.inline_trainer import STEP
+from tests.support.scripted_peers import FROM_BERT, STEPS, Exchange, IndependentPeer, half, holds
 from tests.support.simulated import on_virtual_time
 
 RATE, MOMENTUM, PULL = 0.5, 0.5, 0.5  # sums of eighths stay exact
@@ -19,7 +19,7 @@ DELTA = STEPS * STEP
 Meanwhile = Callable[[Sequence[Vector]], Mapping[PeerId, Contribution]]
 
 
-def puller(*scripts: Script, snapshots: Snapshots | None = None) -> IndependentPeer:
+def puller(*scripts: Exchange, snapshots: Snapshots | None = None) -> IndependentPeer:
     return IndependentPeer(*scripts, snapshots=snapshots, rule=NoLoCo(MOMENTUM, RATE, PULL))
 
 
@@ -57,7 +57,7 @@ def stands(peer: IndependentPeer, state: tuple[float, float]) -> bool:
 
 
 def test_single_peer_steps_by_its_own_work() -> None:
-    peer = puller(Script(nothing_lent), Script())
+    peer = puller(Exchange(nothing_lent), Exchange())
     first, second = peer.play(2)
     state = stepped(1.0, 0.0, own(1.0))
     assert stands(peer, stepped(*state, own(state[0])))
@@ -66,9 +66,9 @@ def test_single_peer_steps_by_its_own_work() -> None:
 
 
 def test_pull_vector_is_averaged_and_stepped_by() -> None:
-    peer = puller(Script(average=half))
+    peer = puller(Exchange(average=half))
     (report,) = peer.play()
-    (brought,) = peer.averager.brought[0]
+    (brought,) = peer.seen[0].brought
     assert holds(brought, own(1.0))
     assert stands(peer, stepped(1.0, 0.0, own(1.0) / 2))
     assert (report.outcome, report.peers, report.messages) == ("committed", ("cora",), ("cora/1",))
@@ -78,7 +78,7 @@ def test_pull_vector_is_averaged_and_stepped_by() -> None:
 def test_late_partner_is_compensated(before: Callable[..., object] | None) -> None:
     """The state is as if the partner had taken part in the last step, and the round under way loses no work."""
     lent = list[float]()
-    peer = puller(Script(average=before), Script(moved(0.125, lent)))
+    peer = puller(Exchange(average=before), Exchange(moved(0.125, lent)))
     _, second = peer.play(2)
     mean = own(1.0) / 2 if before else own(1.0)
     assert lent == [mean], "what others may still move is the mean that it stepped by"
@@ -90,7 +90,7 @@ def test_late_partner_is_compensated(before: Callable[..., object] | None) -> No
 def test_late_exchange_affects_only_the_last_step() -> None:
     """A vector is lent once: each round has its own."""
     lent = list[float]()
-    peer = puller(Script(), Script(moved(0.125)), Script(moved(0.0, lent)))
+    peer = puller(Exchange(), Exchange(moved(0.125)), Exchange(moved(0.0, lent)))
     peer.play(3)
     phi, _ = stepped(1.0, 0.0, own(1.0) + 0.125)
     assert lent == [own(phi)]
@@ -98,17 +98,17 @@ def test_late_exchange_affects_only_the_last_step() -> None:
 
 @pytest.mark.parametrize("step_size", [math.nan, math.inf, 3e38])
 def test_diverged_work_is_left_out(step_size: float) -> None:
-    peer = puller(Script(average=half))
+    peer = puller(Exchange(average=half))
     peer.learner.step_size = step_size
     (report,) = peer.play()
-    (brought,) = peer.averager.brought[0]
-    assert holds(brought, -PULL * 1.0) and peer.averager.works[0].tokens == 0, "it is pulled, and brings no work"
+    (brought,) = peer.seen[0].brought
+    assert holds(brought, -PULL * 1.0) and peer.seen[0].work.tokens == 0, "it is pulled, and brings no work"
     assert stands(peer, stepped(1.0, 0.0, -PULL / 2))
     assert report.finite and "not finite" in report.blamed["anna"]
 
 
 def test_non_finite_exchange_during_training_is_not_applied() -> None:
-    peer = puller(Script(), Script(moved(math.inf)))
+    peer = puller(Exchange(), Exchange(moved(math.inf)))
     _, report = peer.play(2)
     state = stepped(1.0, 0.0, own(1.0))
     assert stands(peer, stepped(*state, own(state[0])))
@@ -120,7 +120,7 @@ def test_non_finite_step_is_not_taken_or_lent() -> None:
         for each in into:
             each.fill_(3.4e38)  # finite, and so is one step by it
 
-    peer = puller(Script(average=far), Script(average=far), Script(nothing_lent))
+    peer = puller(Exchange(average=far), Exchange(average=far), Exchange(nothing_lent))
     first, second, _ = peer.play(3)
     assert first.outcome == "committed" and first.finite
     assert (second.outcome, second.messages) == ("skipped", ()) and "not finite" in second.blamed["anna"]
@@ -131,8 +131,8 @@ def test_non_finite_step_is_not_taken_or_lent() -> None:
 @on_virtual_time
 async def test_adopted_state_starts_without_contribution() -> None:
     snapshots = Snapshots(every_rounds=1)
-    (report,) = await puller(Script(average=half), snapshots=snapshots).rounds()
-    peer = puller(Script(), Script(nothing_lent))
+    (report,) = await puller(Exchange(average=half), snapshots=snapshots).rounds()
+    peer = puller(Exchange(), Exchange(nothing_lent))
     await peer.rounds()
     await peer.outer_loop.start_from(snapshots.held()[0])
     (again,) = await peer.rounds()
@@ -142,7 +142,7 @@ async def test_adopted_state_starts_without_contribution() -> None:
 
 
 def test_rounds_without_result_advance_the_round_number() -> None:
-    peer = puller(Script(average=half, rounds=3), Script())
+    peer = puller(Exchange(average=half, rounds=3), Exchange())
     peer.learner.step_size = math.nan
     first, second = peer.play(2)
     assert (first.round, second.round) == (3, 4)

@@ -17,8 +17,8 @@ from protocols.consensus.record import Kind
 from protocols.history.chain import state_root
 from protocols.vectors.views import root
 from protocols.wire import Offer, Ready, decode, encode
-from tests.support.linear_learner import ELEMENTS, STEP
-from tests.support.replicated_peer import (
+from tests.support.inline_trainer import ELEMENTS, STEP
+from tests.support.scripted_peers import (
     ME,
     OTHER,
     RUN,

@@ -12,7 +12,7 @@ from node.outer.replicated_loop import MAX_PASSES, ReplicatedOuterLoop
 from node.reporting.report import RoundReport
 from protocols.base import Member
 from tests.sim import loop as simloop
-from tests.support.report_examples import REPORT
+from tests.support.status_examples import REPORT
 
 ME = Member("anna")
 TRIED = replace(

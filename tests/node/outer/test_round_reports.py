@@ -16,7 +16,7 @@ from protocols.base import AveragingResult, Contribution, LocalProgress, Member,
 from protocols.consensus import record as records
 from protocols.vectors.views import root
 from tests.sim.host import EPOCH
-from tests.support.replicated_peer import (
+from tests.support.scripted_peers import (
     ME,
     OTHER,
     RUN,

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from node.page import app
 from node.page.keys import metrics_token
-from tests.support.report_examples import REPORT
 from tests.support.scripted_page import ScriptedPage
+from tests.support.status_examples import REPORT
 
 pytestmark = pytest.mark.real
 LINES = 2000

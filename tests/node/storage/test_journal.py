@@ -14,7 +14,7 @@ import pytest
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import to_json
 from node.storage.journal import AT_ONCE, KEEP_FILES, Journal
-from tests.support.report_examples import REPORT
+from tests.support.status_examples import REPORT
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

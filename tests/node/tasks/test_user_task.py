@@ -19,7 +19,7 @@ from node.tasks.recipe import Recipe
 from node.tasks.spec import OwnValues, WorkerSpec
 from node.tasks.user_task import OwnTask, TaskError, make
 from node.training.build import build
-from tests.support.documented_task import documented_task
+from tests.support.paths import documented_task
 
 RECIPE = Recipe(10, 4, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 NUMBERS = itertools.count()

@@ -27,8 +27,8 @@ from node.training.stage_trainer import ServingTrainer, StageTraining
 from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.job import JobKind, LeaseLost, StageJob
+from tests.sim.inline_stage import accumulate
 from tests.support.long import long
-from tests.support.microbatch import accumulate
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -23,8 +23,8 @@ from node.training.stage_learner import ActivationCodec, StageLearner
 from node.training.task_learner import TaskLearner
 from protocols.base import BadPayload
 from protocols.pipeline.job import JobKind, StageJob
+from tests.sim.inline_stage import accumulate
 from tests.support.long import long
-from tests.support.microbatch import accumulate
 from tests.support.statedir_fixtures import assemble
 
 RECIPE = Recipe(

@@ -46,8 +46,8 @@ from tests.sim.network import Node, SimNetwork
 from tests.sim.pipe import SimPipe
 from tests.sim.trace import Trace
 from tests.support.example_vectors import equal_norm_vectors
-from tests.support.parts import fetch_part
 from tests.support.simulated import simulated
+from tests.support.sync_cluster import fetch_part
 
 STALE = 7.0
 """In the place of the mean before it comes."""

@@ -14,8 +14,7 @@ from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, state_root
 from protocols.history.round_log import DecidedRound
-from tests.support.chains import ROSTER, fresh, grown, lineages, state
-from tests.support.fake_rounds import ROOT, RUN, certified, decided, line
+from tests.support.fake_rounds import ROOT, ROSTER, RUN, certified, decided, fresh, grown, line, lineages, state
 
 # -- extending --------------------------------------------------------------------------------------------------------
 

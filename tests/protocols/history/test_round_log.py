@@ -16,8 +16,7 @@ from protocols.base import Head, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain, DecidedRound
 from protocols.history.round_log import RECENT, LineageIndex, ListArchive, RoundLog
-from tests.support.chains import ROSTER, fresh, grown, lineages, state
-from tests.support.fake_rounds import ROOT, RUN, decided, encoded, line
+from tests.support.fake_rounds import ROOT, ROSTER, RUN, decided, encoded, fresh, grown, line, lineages, state
 
 
 class Plain:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 from protocols.moshpit.grid import (
+    Cell,
     Grid,
+    GridShape,
     assign_cell,
     cell,
     choose_grid,
@@ -17,7 +22,89 @@ from protocols.moshpit.grid import (
     seeded_order,
     shape_for,
 )
-from tests.sim.grids import diagonal, holes, left, lines, lots, seated
+
+Groups = list[list[int]]
+Plan = Callable[[random.Random], list[Groups]]
+"""The groups of one round, axis by axis."""
+
+
+def lines(indices: Sequence[Cell], axis: int) -> Groups:
+    groups: dict[Cell, list[int]] = {}
+    for peer, index in enumerate(indices):
+        groups.setdefault(line(index, axis), []).append(peer)
+    return list(groups.values())
+
+
+def average(values: torch.Tensor, weights: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each group's (mean of w, Σwx / Σw), float64: values (n, k) and weights (n)."""
+    values, weights = values.clone(), weights.clone()
+    for group in groups:
+        mass = weights[group]
+        if float(mass.sum()) > 0:
+            values[group] = (mass[:, None] * values[group]).sum(0) / mass.sum()
+            weights[group] = mass.mean()
+    return values, weights
+
+
+def seated(count: int, shape: GridShape) -> Plan:
+    """Cells without gaps, row by row, in an order that each round draws."""
+
+    def plan(rng: random.Random) -> list[Groups]:
+        indices: list[Cell] = [()] * count
+        for number, peer in enumerate(rng.sample(range(count), count)):
+            indices[peer] = cell(number, shape)
+        return [lines(indices, axis) for axis in range(len(shape))]
+
+    return plan
+
+
+def diagonal(count: int, shape: GridShape) -> Plan:
+    """Cells without gaps along the diagonals of a square, so that all lines are equally short."""
+
+    def plan(rng: random.Random) -> list[Groups]:
+        indices: list[Cell] = [()] * count
+        for number, peer in enumerate(rng.sample(range(count), count)):
+            low, high = number % shape[0], number // shape[0]
+            indices[peer] = (low, (low + high) % shape[1])
+        return [lines(indices, axis) for axis in range(len(shape))]
+
+    return plan
+
+
+def holes(count: int, shape: GridShape) -> Plan:
+    """Random cells, with holes anywhere."""
+    cells = [cell(number, shape) for number in range(math.prod(shape))]
+
+    def plan(rng: random.Random) -> list[Groups]:
+        indices = rng.sample(cells, count)
+        return [lines(indices, axis) for axis in range(len(shape))]
+
+    return plan
+
+
+def lots(count: int, size: int, axes: int) -> Plan:
+    """Random groups of a size, once for each axis; the last group may be smaller."""
+
+    def plan(rng: random.Random) -> list[Groups]:
+        return [
+            [order[at : at + size] for at in range(0, count, size)]
+            for order in (rng.sample(range(count), count) for _ in range(axes))
+        ]
+
+    return plan
+
+
+def left(count: int, plan: Plan, trials: int, seed: int = 0) -> float:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    total = 0.0
+    for _ in range(trials):
+        values = torch.randn(count, 8, dtype=torch.float64, generator=generator)
+        weights = torch.ones(count, dtype=torch.float64)
+        mean, before = values.mean(0), values.var(0, unbiased=False).sum()
+        for groups in plan(rng):
+            values, weights = average(values, weights, groups)
+        total += float(((values - mean) ** 2).mean(0).sum() / before)
+    return total / trials
 
 
 def test_seats_beat_random_groups_and_holes_lose() -> None:

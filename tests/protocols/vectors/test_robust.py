@@ -16,7 +16,7 @@ from protocols.base import Vector
 from protocols.moshpit.matchmaker import UNCLIPPED
 from protocols.vectors import robust
 from protocols.vectors.robust import RULES, RobustAggregator
-from tests.support.gradients import noisy_contributions
+from tests.support.example_vectors import noisy_contributions
 
 LARGEST = torch.finfo(torch.float32).max
 TOLERANT = tuple(name for name in RULES if name != "mean")

@@ -17,7 +17,6 @@ LIES = ("nan", "infinity", "norm", "size", "endless-header", "garbage", "twice",
 """Every lie of a contributor. All but the last are refused; the last is clamped."""
 
 VOTERS_LIES = ("two-parts", "forged-certificate", "usurped-plan")
-"""Every lie of a reducer or a voter (`tests.sim.byzantine.voters`): each is refused, and named."""
 
 
 class ByzantineContributorStream:

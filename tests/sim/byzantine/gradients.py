@@ -39,7 +39,6 @@ def alie(honest: torch.Tensor, liars: int) -> Vector:
 
 
 def ipm(honest: torch.Tensor) -> Vector:
-    """Honest contributions (m, d) -> the contribution (d) of each liar."""
     return -IPM_SHARE * honest.mean(0)
 
 

@@ -83,7 +83,6 @@ class ByzantineVoterStream:
 
 
 def made_up(key: RoundKey, roster: Collection[Member], state_root: bytes = bytes(32)) -> bytes:
-    """An encoded SKIP record of this round with the given next roster."""
     return records.encode(
         records.Record(key.lineage, state_root, key.round, records.Kind.SKIP, bytes(32), (), tuple(sorted(roster)))
     )
@@ -96,5 +95,4 @@ def forged(key: RoundKey, sender: Member, roster: Collection[Member], voters: Co
 
 
 def usurped(ready: wire.Ready) -> wire.Plan:
-    """A plan from a member that does not coordinate the round."""
     return wire.Plan(ready.key, 0, 0, (ready.offer,), (0, 1), (0,), 0.0, 10.0)

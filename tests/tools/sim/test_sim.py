@@ -20,12 +20,11 @@ from protocols.streams.endpoint import RoundAccounting
 from tests.sim import scheduling
 from tests.sim.__main__ import main
 from tests.sim.byzantine.contributors import LIES
-from tests.sim.independent_world import IndependentWorld
+from tests.sim.independent_world import IndependentWorld, world_of
 from tests.sim.invariants import InvariantBroken
 from tests.sim.oracle_protocol import OracleProtocol
 from tests.sim.scenario import Scenario
 from tests.sim.world import Outcome, play
-from tests.sim.worlds import world_of
 from tests.support.checkers import Report
 
 SEEDS = st.integers(0, 2**63 - 1)
