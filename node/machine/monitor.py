@@ -42,9 +42,7 @@ class MachineMonitor:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Wait for the next look, which comes at once when the quota ends: fast rounds could take more than what is
-        left.
-        """
+        """Wait for the next look. It comes at once when the quota ends: fast rounds could take more than is left."""
         if self._quota is None or self._quota.used_up.is_set():
             await asyncio.sleep(READ_SECONDS)
             return

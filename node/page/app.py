@@ -53,9 +53,7 @@ class PageSources(Protocol):
 
 
 def page_app(sources: PageSources, rules: AccessRules, stop: asyncio.Event) -> ASGIApp:
-    """Build the application, which ends all streams once `stop` is set. Reads the static files, which may raise
-    OSError.
-    """
+    """Build the application, which ends all streams once `stop` is set. Raises OSError without its static files."""
 
     async def metrics(request: Request) -> Response:
         return Response(sources.metrics(), media_type="text/plain; version=0.0.4")

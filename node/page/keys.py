@@ -33,8 +33,7 @@ class PageKeys:
         self.metrics = metrics_token(token)
 
     def open_session(self, host: str, nonce: str) -> Mapping[str, str] | None:
-        """Begin a session; None if the nonce, 32 hex digits from the browser, is malformed. The oldest ends if there
-        are too many.
+        """Begin a session, and end the oldest if there are too many; None if the nonce is malformed (32 hex digits).
 
         `host` is the server's name and port, as the browser sent them.
         """

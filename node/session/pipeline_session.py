@@ -153,9 +153,7 @@ class PipelineSession:
         raise TimeoutError(self.waiting_reason())
 
     def _stride(self) -> int:
-        """Every how many-th held-out microbatch is evaluated: a power of two, which seldom changes from round to
-        round.
-        """
+        """Every how many-th held-out microbatch is evaluated: a power of two, which seldom changes."""
         forward_seconds = self._work.usual_seconds / 3  # a forward, and a backward that computes it again
         seconds = MAX_HELD_OUT * forward_seconds * self._stages / MAX_REQUESTS
         stride = 1
@@ -169,7 +167,7 @@ class PipelineSession:
         if self._driver is None or gpt is None:
             raise WorkerError("only stage 0 generates text, of the task gpt")
         deadline = loop_time() + EVALUATION_SECONDS
-        logits = partial(self._logits, deadline=deadline)
+        logits = partial(self._logits, self._driver, deadline)
         shape = ActivationShape(gpt.rows, gpt.context, gpt.width)
         try:
             text = generate(prompt, tokens, temperature, seed, logits, shape)
@@ -177,9 +175,8 @@ class PipelineSession:
         except (LeaseLost, BadPayload, ValueError) as error:
             raise WorkerError(str(error)) from None
 
-    async def _logits(self, tokens: bytes, position: int, deadline: float) -> bytes:
-        assert self._driver
-        return await self._driver.logits(tokens, position, self._trained(), deadline)
+    async def _logits(self, driver: PipelineDriver, deadline: float, tokens: bytes, position: int) -> bytes:
+        return await driver.logits(tokens, position, self._trained(), deadline)
 
     # -- the run's end ------------------------------------------------------------------------------------------------
 

@@ -84,13 +84,11 @@ class PeerProcesses:
             yield
 
     def _bootstrap_client(self, judge: Callable[[RunInfo], None]) -> BootstrapClient:
-        transport = self.transport
+        connect, ask = self.transport.connect, partial(ask_run, self.transport)
+        return BootstrapClient(connect, ask, judge, self.view.say, self._read_addresses, dialled_directly())
 
-        async def read(path: Path) -> AddressLine | str:
-            return await self.files.run(partial(read_addresses, transport.me, path), 0)
-
-        ask = partial(ask_run, transport)
-        return BootstrapClient(transport.connect, ask, judge, self.view.say, read, dialled_directly())
+    async def _read_addresses(self, file: Path) -> AddressLine | str:
+        return await self.files.run(partial(read_addresses, self.me.peer, file), 0)
 
     def _page(self, command: Command) -> PageServer:
         config = self.config

@@ -105,11 +105,11 @@ class GracefulShutdown:
     blocked or a thread hangs. p2pd and the worker die with this process.
     """
 
+    _task: asyncio.Task[int]
+
     def __init__(self, finish: Callable[[], None], say: Callable[[str], None], last_words: Callable[[], None]) -> None:
         self._finish, self._say, self._last_words = finish, say, last_words
-        self._asked = 0
-        self._code = 1
-        self._task: asyncio.Task[int] | None = None
+        self._asked, self._code = 0, 1
 
     async def run(self, peer: Coroutine[Any, Any, int]) -> int:
         """Run the peer to its end, without a time limit; returns the exit code. The peer's exceptions propagate.
@@ -134,9 +134,7 @@ class GracefulShutdown:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-
-        heeded = _heeded()
+        loop, heeded = asyncio.get_running_loop(), _heeded()
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGHUP and self._asked:
@@ -166,7 +164,7 @@ class GracefulShutdown:
         name = NAMES[signal.Signals(number)]
         if signals > 1:
             self._say(f"{name} again: exiting now")
-            self._cancel()
+            self._task.cancel()
         else:
             again = f" ({name} again to exit now)" if number != signal.SIGHUP else ""
             self._finish_round(f"{name}: finishing this round, then exiting{again}")
@@ -177,12 +175,8 @@ class GracefulShutdown:
         self._finish()
 
     def _give_up(self) -> None:
-        if self._asked == 1 and self._task and not self._task.done():
+        if self._asked == 1 and not self._task.done():
             self._say(f"this round did not end within {ROUND_SECONDS:g} s: exiting without it")
-            self._cancel()
-
-    def _cancel(self) -> None:
-        if self._task:
             self._task.cancel()
 
     def _end_by_force(self, number: int, frame: FrameType | None) -> None:

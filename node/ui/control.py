@@ -155,11 +155,9 @@ def home() -> Path:
 
 @contextmanager
 def claimed(state_dir: Path | None) -> Iterator[Path]:
-    """Create a state directory if needed, and lock it for this process. Without one, take the first free `peer-N` of
-    `home()`.
+    """Create a state directory if needed, and lock it for this process; None: the first free `peer-N` of `home()`.
 
-    Peers that start at the same moment get different directories. That of a killed peer is free at once. Raises
-    OSError, and BlockingIOError if another process holds it.
+    That of a killed peer is free at once. Raises OSError, and BlockingIOError if another process holds it.
     """
     candidates = [state_dir] if state_dir else [home() / f"peer-{number}" for number in range(1, MAX_HOMES + 1)]
     if not state_dir:
