@@ -3,32 +3,21 @@
 On a small machine real trainers share the cores: killing one speeds up the others, which hides the interference between
 them. A paced step costs microseconds at any size: it changes one slice, by integer arithmetic that gives the same bits
 on every CPU. Its caller sleeps between steps.
-
-In a stage, an activation is a hash of its input, the replica and the epoch of its weights. A backward computes it
-again, and the gradient that it is given must name the same activation. So a backward at another replica than its
-forward's, or in other weights, cannot pass unseen.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 
 from node.tasks.base import Step
-from protocols.base import Buffer, Layout, Vector
-from protocols.pipeline.job import JobKind, JobResult, StageJob, StageSizes
+from protocols.base import Layout, Vector
 
 SLICE = 1 << 14
 _PIECE = 1 << 20
 _MASK = (1 << 31) - 1
 _PRIME = 1_000_003
-SIZES = StageSizes(activation_bytes=256, target_bytes=32)
-LOGIT_BYTES = 4 * 256  # float32 (1, 256), if they are asked for
-_OUTER_SIZES = replace(SIZES, logit_bytes=LOGIT_BYTES)
-_HELD_OUT = 4  # held-out microbatches
 
 
 class Paced:
@@ -78,87 +67,3 @@ def _noise(low: int, count: int, key: int) -> Vector:
     x = ((x + (key & _MASK)) * 0x2545F491) & _MASK
     x = ((x ^ (x >> 13)) * 0x5BD1E995) & _MASK
     return ((x >> 7) - (1 << 23)).float() / (1 << 23)
-
-
-class WrongWeights(RuntimeError):
-    """A gradient for an output that these weights never gave."""
-
-
-class PacedStage(Paced):
-    """A stage that moves as `Paced`; `tokens` are of one microbatch, `me` names the replica in its present
-    incarnation.
-    """
-
-    def __init__(
-        self,
-        elements: int,
-        seed: int,
-        tokens: int,
-        me: str,
-        allocate: Callable[[int], Vector] = torch.empty,
-        resume: bool = False,
-    ) -> None:
-        super().__init__(elements, seed, tokens, allocate, resume)
-        self._me = me
-        self._epoch = 0
-        self._microbatches = 0
-
-    def run(self, job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
-        """Compute a job; with the outer parameters, zeros and a loss of 1. May raise `WrongWeights`."""
-        kind = job.kind
-        if kind is JobKind.OUTER_SAMPLE and job.number >= _HELD_OUT:
-            return JobResult()
-        if kind.is_outer:
-            return JobResult(tuple(bytes(_OUTER_SIZES.of(payload)) for payload in kind.gives), loss=1.0)
-        match kind:
-            case JobKind.DRAW:
-                self.position += 1
-                y = self._activation(self._batch(self.position))
-                return JobResult((y, bytes(SIZES.target_bytes)), self.position)
-            case JobKind.FORWARD:
-                return JobResult((self._activation(job.payloads[0]),))
-            case JobKind.LOSS:
-                self._microbatches += 1
-                return JobResult((_gradient(job.payloads[0]),), loss=1.0)
-            case JobKind.BACKWARD:
-                x, gradient = job.payloads
-                self._accumulate(x, gradient)
-                return JobResult((_gradient(x),))
-            case JobKind.FINISH:
-                self._accumulate(self._batch(job.number), job.payloads[0])
-                return JobResult()
-        raise ValueError(f"the paced task has no job {kind.value}")
-
-    def discard(self) -> None:
-        self._microbatches = 0
-        self._epoch += 1
-
-    def step(self, round_number: int, step: int) -> Step:
-        """Move as `Paced` does, and count the tokens of the microbatches since the last step."""
-        position = self.position
-        moved = super().step(round_number, step)
-        self.position = position  # of a stage, it counts batches
-        tokens = moved.tokens * self._microbatches
-        self.discard()
-        return Step(moved.loss, tokens)
-
-    def _batch(self, position: int) -> bytes:
-        return f"{self._me}/{position}".encode()
-
-    def _accumulate(self, x: Buffer, gradient: Buffer) -> None:
-        if bytes(gradient) != _gradient(self._activation(x)):
-            raise WrongWeights(
-                f"{self._me}: a gradient for an output that its weights of epoch {self._epoch} never gave"
-            )
-        self._microbatches += 1
-
-    def _activation(self, x: Buffer) -> bytes:
-        return _filled(hashlib.sha256(f"{self._me}/{self._epoch}/".encode() + bytes(x)).digest())
-
-
-def _gradient(activation: Buffer) -> bytes:
-    return _filled(hashlib.sha256(b"gradient" + bytes(activation)).digest())
-
-
-def _filled(digest: bytes) -> bytes:
-    return digest * (SIZES.activation_bytes // len(digest))

@@ -25,7 +25,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class StageCompute(Learner, Protocol):
-    """One stage's weights, and what is computed with them: `StageLearner`, `node.tasks.paced`.
+    """One stage's weights, and what is computed with them: `StageLearner`, `node.tasks.paced_stage`.
 
     Gradients of all microbatches since the last step are summed; `step` takes their mean, and clears them.
     """

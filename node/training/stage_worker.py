@@ -22,7 +22,7 @@ from typing import Any
 
 from node.tasks.gpt_presets import Preset
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
-from node.tasks.paced import SIZES, PacedStage, WrongWeights
+from node.tasks.paced_stage import SIZES, PacedStage, WrongWeights
 from node.tasks.partition import Partition
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from node.tasks.text import load

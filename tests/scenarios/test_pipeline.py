@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from node.tasks.paced import SIZES
+from node.tasks.paced_stage import SIZES
 from node.training.stage_replica import StageSeconds
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.pipeline.driving import _Lane

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from node.outer.activity import Activity
-from node.tasks.paced import SIZES, PacedStage
+from node.tasks.paced_stage import SIZES, PacedStage
 from node.training.stage_learner import StageCompute
 from node.training.stage_replica import LeasedStage, StageSeconds
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining

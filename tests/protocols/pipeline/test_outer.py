@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from node.session.pipeline_session import generate
-from node.tasks.paced import LOGIT_BYTES
+from node.tasks.paced_stage import LOGIT_BYTES
 from node.training.stage_replica import StageSeconds
 from protocols.base import Header, PeerId, PeerSilent, Stream, stage_scope
 from protocols.pipeline.messages import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from node.tasks.base import Step
-from node.tasks.paced import SIZES, PacedStage
+from node.tasks.paced_stage import SIZES, PacedStage
 from protocols.base import Member
 from protocols.pipeline.admission import Lease
 from protocols.pipeline.job import JobKind, StageJob
