@@ -120,6 +120,9 @@ def _swarm_screens() -> Iterator[tuple[str, str]]:
         statuses = {SIX[1]: replace(STATUS, stage=1 % stages, stages=stages)}
         yield f"a swarm at work, in {stages} stages", text(picture(tally, words, statuses, 80), 80)
         yield f"its end, in {stages} stages", text(summary(tally, dict.fromkeys(SIX, "left"), 200.0), 110)
+    many = [f"peer-{number}" for number in range(1, 19)]
+    starting = picture(SwarmSummary(many, 2), dict.fromkeys(many, "exit code 1"), {"peer-1": BUSY}, 40)
+    yield "a swarm that starts, on a narrow terminal", text(starting, 40)
     yield "what a model writes", text(sample("def f():\n    \x1b[2Jreturn [bold]x\r\n"), 80)
 
 
