@@ -47,8 +47,8 @@ def tracker() -> Counter[str]:
 
 def waiting(swarm: ScenarioRunner) -> int:
     """The most messages that one peer keeps for another."""
-    lines = [line for peer in swarm.alive() for line in swarm.averager(peer)._post._lines.values()]
-    return max((max(len(line.waiting), len(line.sent)) for line in lines), default=0)
+    boxes = [box for peer in swarm.alive() for box in swarm.averager(peer)._post._outboxes.values()]
+    return max((max(len(box.waiting), len(box.sent)) for box in boxes), default=0)
 
 
 async def nothing(swarm: ScenarioRunner) -> None:
