@@ -69,7 +69,7 @@ class PageServer:
             return self
         try:
             self._start()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             self._say(f"web page unavailable; training continues: {getattr(error, 'strerror', None) or error}")
         return self
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -158,10 +159,14 @@ async def test_taken_port_gives_another(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a" / "page.token").stat().st_mode) == 0o600
 
 
-async def test_page_that_cannot_start_ends_no_peer(tmp_path: Path) -> None:
+async def test_page_that_cannot_start_ends_no_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ScriptedPage(tmp_path / "missing")
     async with page.serving():
         assert page.said == ["web page unavailable; training continues: No such file or directory"]
+    monkeypatch.setitem(sys.modules, "node.page.app", None)  # as if a package that it imports was broken
+    broken = ScriptedPage(tmp_path)
+    async with broken.serving():
+        assert broken.said[0].startswith("web page unavailable; training continues: import of node.page.app halted")
 
 
 async def test_commands_and_metrics_need_the_token(tmp_path: Path) -> None:
