@@ -86,6 +86,17 @@ def test_program_that_cannot_end_is_stopped(endless: Callable[[], asyncio.Future
     assert sorted(cleaned) == ["helper", "main"]
 
 
+def test_futures_and_tasks_hash_by_a_counter() -> None:
+    """So that sets of them, as in a TaskGroup, have the same order in each run."""
+
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        return [hash(each) for _ in range(5) for each in (loop.create_future(), loop.create_task(asyncio.sleep(0)))]
+
+    first = run(main())
+    assert first == run(main()) == list(range(first[0], first[0] + 10))
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
