@@ -201,17 +201,17 @@ class Swarm:
     async def run(self) -> int:
         began = asyncio.get_running_loop().time()
         self._screen.say(f"starting {len(self._peers)} peers; their directories and logs are in {self._directory}")
-        try:
-            async with self._screen.showing(self._picture):
-                founder = self._peers[0]
-                await ChildProcess.start_fork_server(bounded_spin(os.environ))
-                if not await self._found(founder):
-                    self._screen.say(f"starling: {self._why_not(founder)}")
-                    return founder.code or 1
-                await self._join(founder)
-                await self._watch()
-        finally:
-            await asyncio.gather(*(each.kill() for each in self._peers))
+        async with ChildProcess.fork_server(bounded_spin(os.environ)):
+            try:
+                async with self._screen.showing(self._picture):
+                    founder = self._peers[0]
+                    if not await self._found(founder):
+                        self._screen.say(f"starling: {self._why_not(founder)}")
+                        return founder.code or 1
+                    await self._join(founder)
+                    await self._watch()
+            finally:
+                await asyncio.gather(*(each.kill() for each in self._peers))
         return self._conclude(asyncio.get_running_loop().time() - began)
 
     def _picture(self, width: int) -> RenderableType:

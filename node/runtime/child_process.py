@@ -14,8 +14,8 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from node.runtime import reaper
@@ -104,15 +104,22 @@ class ChildProcess:
         return child
 
     @classmethod
-    async def start_fork_server(cls, environment: Mapping[str, str]) -> None:
-        """On Linux, for the peers that this process starts later."""
+    @asynccontextmanager
+    async def fork_server(cls, environment: Mapping[str, str]) -> AsyncIterator[None]:
+        """On Linux, a fork server for the programs that this process starts inside this context. It has ended then."""
         if sys.platform != "linux":
+            yield
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = (sys.executable, "-P", "-m", "node.runtime.fork_server", str(theirs.fileno()), _ROOM)
-            await cls.start("fork server", command, lambda line: None, environment, (theirs.fileno(),))
-        ForkServer.here = ForkServer(ours)
+            process = await cls.start("fork server", command, lambda line: None, environment, (theirs.fileno(),))
+        server = ForkServer.here = ForkServer(ours)
+        try:
+            yield
+        finally:
+            server.close()
+            await process.kill()
 
     @property
     def output_tail(self) -> str:

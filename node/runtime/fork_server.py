@@ -1,7 +1,7 @@
 """A process that has loaded PyTorch and forks programs on request: they start in milliseconds, and share its memory.
 
 A peer forks it (`ForkServer.begin`) before it has a thread or an event loop, so that no lock is held across the fork.
-`swarm`, which needs no PyTorch itself, starts one for its peers (`ChildProcess.start_fork_server`):
+`swarm`, which needs no PyTorch itself, starts one for its peers (`ChildProcess.fork_server`):
 
     python -P -m node.runtime.fork_server SOCKET      # an inherited descriptor
 
@@ -91,6 +91,13 @@ class ForkServer:
                 serve(theirs, run_program)
         theirs.close()
         cls.here = cls(ours)
+
+    def close(self) -> None:
+        """Let the server end. Of what it has forked, this process learns nothing more."""
+        if self._loop:
+            self._loop.remove_reader(self._link.fileno())
+        self._link.close()
+        ForkServer.here = None
 
     async def start(
         self,
