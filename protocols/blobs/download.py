@@ -173,7 +173,8 @@ class BlobDownload(ABC):
     async def _ask(self, holder: PeerId) -> None:
         """Fetch chunks from one holder until none are left, or it has failed or was busy too often."""
         failures = busy = 0
-        rate = HolderRate()
+        largest_bytes = self.size(0) if self.chunks else 0
+        rate = HolderRate(largest_bytes)
         while not self.complete and failures < self.attempts and busy < BUSY_ANSWERS:
             try:
                 async with AsyncExitStack() as stack:
@@ -188,7 +189,7 @@ class BlobDownload(ABC):
                 return self._on_lost(holder, error)
             except PeerError as error:
                 self._on_lost(holder, error)
-                failures, wait_seconds, rate = failures + 1, RETRY_SECONDS, HolderRate()
+                failures, wait_seconds, rate = failures + 1, RETRY_SECONDS, HolderRate(largest_bytes)
             else:
                 busy += wait_seconds > 0
             if failures < self.attempts:
@@ -256,7 +257,7 @@ class BlobDownload(ABC):
         storing.add_done_callback(lambda _: self._release(index, rate))
 
     async def _request(self, stream: Stream, mine: deque[int], rate: HolderRate) -> None:
-        while len(mine) < min(rate.window, self._scheduler.share(self.holders)):
+        while len(mine) < max(rate.least, min(rate.window, self._scheduler.share(self.holders))):
             if (index := self._scheduler.claim(rate, len(mine))) is None:
                 return
             mine.append(index)

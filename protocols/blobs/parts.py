@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 PAST_PAUSES = 1  # pauses before a chunk of a past round is sent during a data phase: its requester has a deadline
 STORE_ROUNDS = 64
+PARTS_AT_ONCE = 4  # parts of a round that are fetched concurrently
 LEAST_ROUNDS = 16
 """Rounds that are kept however large they are. A state takes eight bytes an element, a mean about one. So a peer that
 can follow the rounds at all fetches a snapshot in less than eight rounds; it was at most five rounds old at the start.

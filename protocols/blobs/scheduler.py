@@ -11,12 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from protocols.base import CHUNK_BYTES
 from protocols.peers.estimates import ewma
 
 MAX_REQUESTED_CHUNKS = 32
 """Limit of chunks requested from one holder ahead of what it has sent: 2.5 Gbit/s for a round trip of .1 s."""
 AHEAD_SECONDS = 1.0
 """A holder is asked for as many chunks as it sends in this time: enough for a round trip, and few for a slow holder."""
+FIRST_BYTES = 1 << 16
+"""A holder is asked for so much at least, so that small chunks do not take a round trip each."""
 PIECE_BYTES, FAST_PIECE_BYTES = 1 << 16, 1 << 18
 """A chunk is received in such pieces, each of which has a time limit; in larger ones from a holder that is fast."""
 FAST_SECONDS = 1.0  # a holder that takes less than this for a chunk is fast
@@ -31,20 +34,25 @@ It may be asked at once if the other holder, by its own rate, needs more than th
 
 
 class HolderRate:
-    """How long one holder takes for a chunk, while it has requests to answer."""
+    """How long one holder takes for a chunk of at most so many bytes, while it has requests to answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.seconds: float | None = None
+        self._first = max(2, min(MAX_REQUESTED_CHUNKS, FIRST_BYTES // max(1, chunk_bytes)))
 
     def record_time(self, seconds: float) -> None:
         self.seconds = seconds if self.seconds is None else ewma(self.seconds, seconds, 1 / 4)
 
     @property
+    def least(self) -> int:
+        return 1 if self.seconds is not None and self.seconds > CRAWL_SECONDS else self._first
+
+    @property
     def window(self) -> int:
+        """Chunks to request ahead; of a holder of unknown rate, few."""
         if self.seconds is None:
-            return 2
-        least = 1 if self.seconds > CRAWL_SECONDS else 2
-        return max(least, min(MAX_REQUESTED_CHUNKS, 1 + int(AHEAD_SECONDS / max(self.seconds, 1e-3))))
+            return self.least
+        return max(self.least, min(MAX_REQUESTED_CHUNKS, 1 + int(AHEAD_SECONDS / max(self.seconds, 1e-3))))
 
     @property
     def piece_bytes(self) -> int:

@@ -31,7 +31,7 @@ from protocols.base import (
     Stream,
     Vector,
 )
-from protocols.blobs.parts import PartCache, PartDownload
+from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
 from protocols.butterfly.call import Resting, RoundStart
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
@@ -298,14 +298,16 @@ class Round:
         certificate, record = self.vote.certificate, self.vote.decided
         if certificate is None or record is None or record.state_root != self.head.state_root:
             return None
-        voters = [vote.voter.peer for vote in certificate.votes]
-        parts = []
-        for index in range(len(record.parts)):
-            held = await self._obtain(record, index, voters)
-            if held is None:
-                return None
-            parts.append(held)
-        return parts
+        voters, turn = [vote.voter.peer for vote in certificate.votes], asyncio.Semaphore(PARTS_AT_ONCE)
+
+        async def one(index: int) -> ReducedPart | None:
+            async with turn:
+                return await self._obtain(record, index, voters)
+
+        async with task_group() as group:
+            jobs = [group.create_task(one(index)) for index in range(len(record.parts))]
+        parts = [part for job in jobs if (part := job.result())]
+        return parts if len(parts) == len(jobs) else None
 
     async def _conclude(self, parts: list[ReducedPart] | None, into: VectorView) -> AveragingResult:
         certificate, record = self.vote.certificate, self.vote.decided

@@ -13,7 +13,7 @@ from protocols.aio import loop_time, task_group
 from protocols.allreduce.parts import PartFormat, ReducedPart
 from protocols.base import BadPayload, Deadline, Head, PeerError, PeerGone, PeerId, StoppedHere, Vector
 from protocols.blobs.download import MAX_HOLDERS, NotHere, shown_index
-from protocols.blobs.parts import PartCache, PartDownload
+from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
 from protocols.blobs.serving import BLOBS, Busy
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
 from protocols.peers.estimates import RecentDict
@@ -24,7 +24,6 @@ from protocols.sync.snapshot_download import SILENCE_SECONDS, SnapshotDownload, 
 from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView, chunk_count
 
-PARTS_AT_ONCE = 4  # parts of a round that are fetched concurrently
 PART_SECONDS = 20.0  # A source of a part that sends nothing for this long has stalled
 MAX_FAILURES = 64  # limit of sources whose failures are counted
 INDEX_SECONDS = 10.0  # time for former members to show which state they hold

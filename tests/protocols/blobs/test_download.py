@@ -58,6 +58,29 @@ async def test_unreachable_holders_cost_others_little(swarm: SimSwarm, silent: i
     ]
 
 
+@simulated(lambda: SimSwarm(latency_seconds=0.1))
+async def test_small_chunks_take_no_round_trip_each(swarm: SimSwarm) -> None:
+    """A peer that is behind would otherwise fetch each round for longer than the others take for it."""
+    me, part = swarm.join("me"), made_part()
+    PartCache(swarm.join("holder")).put(b"l" * 32, part)
+    assert part.result and part.chunks == 10
+    download = PartDownload(me, RoundAccounting(), wanted=part.result, part=empty_part(), silence_seconds=5.0)
+    assert await download.run(lambda: ["holder"], now() + 1000.0)
+    assert now() <= 0.85  # to open a stream, for the index, for all chunks: .2 s each, and the parts' bytes
+
+
+@simulated(SimSwarm)
+async def test_part_without_elements_is_fetched(swarm: SimSwarm) -> None:
+    """A reducer whose bandwidth is too low reduces nothing, and its part has a digest all the same."""
+    me, part = swarm.join("me"), ReducedPart(codec("fp32"), 5, 5, CHUNK)
+    part.seal([])
+    PartCache(swarm.join("holder")).put(b"l" * 32, part)
+    assert part.result and part.chunks == 0
+    empty = ReducedPart(codec("fp32"), 5, 5, CHUNK)
+    download = PartDownload(me, RoundAccounting(), wanted=part.result, part=empty, silence_seconds=5.0)
+    assert await download.run(lambda: ["holder"], now() + 1000.0) and empty.result == part.result
+
+
 @simulated(SimSwarm)
 async def test_holder_of_another_part_is_refused(swarm: SimSwarm) -> None:
     """It changes a chunk after it has made the index."""
