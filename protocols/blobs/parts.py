@@ -94,7 +94,7 @@ class PartStore:
         most_rounds: int = STORE_ROUNDS,
         least_rounds: int = LEAST_ROUNDS,
     ) -> None:
-        """`make_buffer` allocates so many bytes, or raises OSError. While `gate` is closed, little is written."""
+        """`make_buffer` allocates a number of bytes, or raises OSError. While `gate` is closed, little is written."""
         self._make_buffer, self._compute, self._gate = make_buffer, compute, gate
         self._limit_bytes, self._most, self._least = limit_bytes, most_rounds, least_rounds
         self._rounds: dict[bytes, _Round] = {}

@@ -34,7 +34,7 @@ It may be asked at once if the other holder, by its own rate, needs more than th
 
 
 class HolderRate:
-    """How long one holder takes for a chunk of at most so many bytes, while it has requests to answer."""
+    """How long one holder takes for a chunk, while it has requests to answer. No chunk is larger than `chunk_bytes`."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.seconds: float | None = None
