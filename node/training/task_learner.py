@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,6 +18,13 @@ from node.tasks.flat import flatten_parameters
 from node.tasks.recipe import Recipe
 from node.training.inner_optimizer import InnerOptimizer, matrices
 from protocols.base import Layout, Vector
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchLoss:
+    loss: torch.Tensor  # on the device
+    count: int  # of targets
+    weight: float
 
 
 class TaskLearner:
@@ -51,9 +59,9 @@ class TaskLearner:
         self._by_token = recipe.mean == "token"
         if self._by_token:
             task.module.train()  # all of it: parts may be in eval mode while the module itself is not
-        if recipe.inner_optimizer == "muon" and not matrices(flat.layout, flat.vector):
+        if recipe.inner_optimizer == "muon" and not matrices(flat.layout):
             raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
-        self._optimizer = InnerOptimizer(flat, recipe)
+        self._optimizer = InnerOptimizer(flat.layout, flat.vector, flat.gradient, recipe)
         self._precision = torch.autocast(self.vector.device.type, autocast, enabled=autocast is not None)
 
     def step(self, round_number: int, step: int) -> Step:
@@ -62,40 +70,47 @@ class TaskLearner:
         self._refresh()
         if self._by_token and not self._task.module.training:
             self._task.module.train()
-        losses, counts = self._accumulate()
-        count = sum(counts)
+        losses = self._accumulate()
+        count = self._gather(losses)
         if step == 0:
             self._tell_news()
-        if not losses or not self._optimizer.step(round_number, step, count if self._by_token else 1):
+        if not count or not self._optimizer.step(round_number, step, count if self._by_token else 1):
             return Step(math.nan, 0)
         self._extra.store()
-        total, weights = 0.0, counts if self._by_token else [1] * len(losses)
-        for loss, weight in zip(torch.stack(losses).tolist(), weights, strict=True):
-            total += loss * weight
-        return Step(total / sum(weights), count)
+        return Step(self._mean(losses), count)
 
-    def _accumulate(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Returns the losses, still on the device, and the target counts."""
-        losses: list[torch.Tensor] = []
-        counts: list[int] = []
+    def _accumulate(self) -> list[MicrobatchLoss]:
+        losses: list[MicrobatchLoss] = []
+        for batch, count, weight in self._microbatches():
+            if count:  # the mean over no targets is not a number
+                losses.append(MicrobatchLoss(self._differentiate(batch, weight, is_first=not losses), count, weight))
+        return losses
+
+    def _microbatches(self) -> Iterator[tuple[Batch, int, float]]:
+        """Each with its number of targets, and the weight of its loss in the step's."""
         for _ in range(self._recipe.batches):
             batch = self._task.batch(self._seed, self.position)
             self.position += 1
             count = count_targets(self._task, batch) if self._by_token else batch[-1].numel()
-            if self._by_token and not count:
-                continue  # the mean over no targets is not a number
-            losses.append(self._differentiate(batch, count, is_first=not losses))
-            counts.append(count)
-        return losses, counts
+            yield batch, count, count if self._by_token else 1
+
+    def _gather(self, losses: Sequence[MicrobatchLoss]) -> int:
+        """The number of targets of the whole step, whose gradient is complete then."""
+        return sum(each.count for each in losses)
+
+    def _mean(self, losses: Sequence[MicrobatchLoss]) -> float:
+        values = torch.stack([each.loss for each in losses]).tolist()
+        weighted = sum(value * each.weight for value, each in zip(values, losses, strict=True))
+        return float(weighted / sum(each.weight for each in losses))
 
     @torch.enable_grad()
-    def _differentiate(self, batch: Batch, count: int, is_first: bool) -> torch.Tensor:
+    def _differentiate(self, batch: Batch, weight: float, is_first: bool) -> torch.Tensor:
         views = self._flat.views
         views.before_loss()
         with self._precision:
             loss = self._task.loss(*batch)
         views.after_loss(is_first)
-        share = loss * count if self._by_token else loss / self._recipe.batches
+        share = loss * weight if self._by_token else loss * weight / self._recipe.batches
         share.backward()  # type: ignore[no-untyped-call]
         views.after_backward()
         self._flat.collect()
