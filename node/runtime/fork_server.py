@@ -13,6 +13,9 @@ program's output, and of those that it inherits, under the numbers that it expec
                                                              later, when that process has ended: ended: pid, code
 
 A program is the function `main(arguments)` of a module, which returns an exit code.
+
+A worker uses its GPU although it is forked, because what forks it never asks for one: already
+`torch.cuda.is_available()` initialises CUDA's driver, which does not survive a fork.
 """
 
 from __future__ import annotations

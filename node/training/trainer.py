@@ -19,7 +19,8 @@ from node.tasks.base import Step
 from protocols.aio import Notifier, run_with_helper
 from protocols.base import Layout, LocalProgress, Vector
 
-_PIECE = 1 << 18
+_PIECE, _DEVICE_PIECE = 1 << 18, 1 << 24
+"""Elements of which a norm is computed at once: on a CPU as many as fit into its cache."""
 
 
 class Learner(Protocol):
@@ -133,12 +134,14 @@ class LocalTraining:
             vector.copy_(local)
 
     def _norm(self) -> float:
-        """L2 norm of the pseudo-gradient, in pieces that fit into the cache; squares are summed in float64."""
-        squares = 0.0
-        for low in range(0, len(self.anchor), _PIECE):
-            piece = self.anchor[low : low + _PIECE] - self.learner.vector[low : low + _PIECE]
-            squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
-        return math.sqrt(squares)
+        """L2 norm of the pseudo-gradient, in pieces; squares are summed in float64, except within a piece on mps."""
+        kind = self.anchor.device.type
+        size = _PIECE if kind == "cpu" else _DEVICE_PIECE
+        dtype = torch.float32 if kind == "mps" else torch.float64  # which mps does not have
+        pairs = zip(torch.split(self.anchor, size), torch.split(self.learner.vector, size), strict=True)
+        norms = [torch.linalg.vector_norm(anchor - local, dtype=dtype) for anchor, local in pairs]
+        # One wait for the device, however many pieces there are.
+        return math.sqrt(sum(norm**2 for norm in torch.stack(norms).tolist()))
 
 
 class RestGate:

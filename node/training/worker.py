@@ -74,7 +74,7 @@ class Worker:
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         self._job, self._shared, self._tell = job, shared, tell
         self._batches = spec.recipe.batches
-        self._apart = job.learner.vector.device.type != "cpu"
+        self._apart = job.learner.vector.data_ptr() != shared.local.data_ptr()
         if shared.fresh:
             shared.local.copy_(job.learner.vector)
             shared.anchor.copy_(job.learner.vector)

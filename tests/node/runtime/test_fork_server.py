@@ -80,3 +80,28 @@ def test_forked_programs_are_as_executed_ones(tmp_path: Path) -> None:
         assert one["descriptors"] == [0, 1, 2, one["given"]] and one["default signals"] and not one["left"]
         assert one["line"].split()[1:] == ["-P", "-m", "tests.support.forked_program", *one["arguments"]]
     assert len({each["drawn"] for each in forked}) == len(forked)
+
+
+ASKS_FOR_NO_GPU = """
+import torch
+
+def refuse(*arguments, **named):
+    raise AssertionError("this initialises CUDA, and forked workers could not use it any more")
+
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "mem_get_info"):
+    setattr(torch.cuda, name, refuse)
+for name in ("is_available", "current_accelerator", "device_count"):
+    if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
+        setattr(torch.accelerator, name, refuse)
+torch._C._cuda_getDeviceCount = refuse
+import uvloop
+import node.session.peer, node.training.worker, node.training.stage_worker, node.ui.logs, node.ui.terminal
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_what_forks_workers_asks_for_no_gpu() -> None:
+    """All that `run_peer` loads before it forks the server, and that a worker loads."""
+    command = [sys.executable, "-c", ASKS_FOR_NO_GPU]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=40)
+    assert done.returncode == 0, done.stderr

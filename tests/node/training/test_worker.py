@@ -18,7 +18,7 @@ from node.tasks.gpt_presets import GptConfig
 from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from node.training import shared, worker
-from node.training.build import build
+from node.training.build import _autocast, build
 from node.training.shared import Shared
 from tests.support.refusals import one_line
 
@@ -166,6 +166,27 @@ def test_saved_inner_state_resumes_to_identical_bits(memory: int, spec: WorkerSp
     os.close(whole)
 
 
+def test_device_with_memory_of_its_own_trains_the_same_bits(
+    memory: int, spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner of `cpu:0` is built like that of a GPU, and its vector is copied."""
+    commands = (TRAIN, {"do": "evaluate"}, TRAIN | {"round": 1, "carried": 64}, {"do": "evaluate"}, GENERATE)
+    whole = shared.create()
+    expected = serve(whole, spec, *commands)
+    monkeypatch.setattr("node.training.build.device_of", lambda name: "cpu:0")
+    sent, mine, theirs = serve(memory, spec, *commands), shared_with(memory, spec), shared_with(whole, spec)
+    for each in (*expected, *sent):
+        if isinstance(work := each.get("done", each.get("progress")), dict):
+            work.update(seconds=0, step_seconds=0)
+    assert sent == expected
+    assert torch.equal(mine.local, theirs.local) and torch.equal(mine.anchor, theirs.anchor)
+    mine.local.fill_(0.5)
+    mine.attention = True
+    assert serve(memory, spec, TRAIN | {"carried": 7})[-1]["done"]["tokens"] == 7, "the next worker takes the vectors"
+    assert mine.local.eq(0.5).all()
+    os.close(whole)
+
+
 def test_measured_thread_counts_are_reused(memory: int, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next worker, and after a restart from the checkpoint; a count that the user sets is not touched."""
     monkeypatch.setattr("node.training.worker.usable_cores", lambda: 8)
@@ -252,3 +273,10 @@ def test_bfloat16_is_used_where_it_pays(text: Path) -> None:
         losses = [each.step(0, 0).loss for each in (exact, learner)]
         assert (losses[0] != losses[1]) == low and losses[0] == pytest.approx(losses[1], rel=0.02)
         assert learner.vector.dtype == torch.float32
+
+
+def test_gpu_with_bfloat16_uses_it_for_wide_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for supported, expected in ((True, torch.bfloat16), (False, None)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, it=supported: it)
+        assert _autocast("auto", "cuda", 192) == expected
+    assert _autocast("auto", "cuda", 96) is _autocast("float32", "cuda", 192) is _autocast("auto", "mps", 192) is None
