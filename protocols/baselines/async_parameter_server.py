@@ -38,10 +38,9 @@ from protocols.base import (
     Stream,
     Vector,
 )
-from protocols.streams.chunks import receive_vector, send_vector
+from protocols.streams.chunks import PartLayout, receive_vector, send_vector
 from protocols.streams.endpoint import ProtocolEndpoint, SessionBase
 from protocols.vectors.codec import codec
-from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView, norm
 from protocols.wire import digest, flag, peer_id, register, text, uint
 

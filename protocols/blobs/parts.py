@@ -11,13 +11,12 @@ from typing import Protocol, TypeVar
 
 from protocols import wire
 from protocols.aio import Gate
-from protocols.allreduce.chunk_pool import ChunkPool
-from protocols.allreduce.parts import ReducedPart, chunk_digest, part_digest
+from protocols.allreduce.parts import ChunkPool, ReducedPart, chunk_digest, part_digest
 from protocols.base import BadPayload, Buffer, Compute, Host, PeerError, PeerId
 from protocols.blobs.download import BlobDownload
 from protocols.blobs.serving import DIGEST_BYTES, Blob, BlobServer
+from protocols.streams.chunks import PartLayout
 from protocols.streams.endpoint import RoundAccounting
-from protocols.vectors.layout import PartLayout
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
 from protocols.registry import ROBUST_RULES, require_known
-from protocols.streams.control_channel import ControlChannel
-from protocols.streams.endpoint import ProtocolEndpoint, SessionTable
+from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint, SessionTable
 from protocols.vectors.codec import codec
 
 CONTROL = "starling/butterfly/control/1"

@@ -21,8 +21,7 @@ from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Deadline, Head, Header, LocalProgress, Member, PeerId, RoundKey, Signer
 from protocols.consensus.record import coordinators
-from protocols.streams.control_channel import ControlChannel
-from protocols.streams.endpoint import RoundAccounting
+from protocols.streams.endpoint import ControlChannel, RoundAccounting
 from protocols.wire import Offer, Plan, Ready, blob, canonical_bytes, flag, one, register, uint
 
 GROWTH = 1.25  # an offer is sent again when its tokens have grown by this factor

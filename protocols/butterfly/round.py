@@ -38,8 +38,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, VoteMessage
 from protocols.consensus.record import Record
 from protocols.consensus.vote_tally import max_admitted, min_retained
-from protocols.streams.control_channel import ControlChannel
-from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.vectors.views import VectorView
 from protocols.wire import MAX_ROSTER
 

@@ -40,8 +40,7 @@ from protocols.consensus.messages import (
 from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import OBSERVER, Value, VoteTally
-from protocols.streams.control_channel import ControlChannel
-from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0

@@ -19,8 +19,7 @@ from contextlib import asynccontextmanager
 
 from protocols import wire
 from protocols.aio import loop_time, task_group
-from protocols.allreduce.chunk_pool import ChunkPool
-from protocols.allreduce.parts import PartFormat
+from protocols.allreduce.parts import ChunkPool, PartFormat
 from protocols.allreduce.plan import offer_message
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, Settings, Stream
 from protocols.moshpit.grid import GROUP_MOST
@@ -29,8 +28,7 @@ from protocols.moshpit.matchmaker import MoshpitContext
 from protocols.moshpit.peer_tracker import PeerTracker, PositionAnnouncement, check
 from protocols.moshpit.session import MoshpitSession
 from protocols.moshpit.state import MoshpitState
-from protocols.streams.control_channel import ControlChannel
-from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.vectors.codec import state_codec
 
 CONTROL = "starling/moshpit/control/1"

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
-from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.all_reduce import AllReduce, Reducer, contribute
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.allreduce.reducer import Reducer, contribute
 from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.matchmaker import WEIGHT_SCALE, MoshpitContext

@@ -19,8 +19,7 @@ from protocols.allreduce.parts import PartFormat
 from protocols.base import BadPayload, Deadline, Host, Member, PeerId, Settings
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.peer_tracker import WAITING, PeerTracker, PositionAnnouncement
-from protocols.streams.control_channel import ControlChannel
-from protocols.streams.endpoint import RoundAccounting
+from protocols.streams.endpoint import ControlChannel, RoundAccounting
 
 FLOOR_SECONDS = 1.0  # the least time that a peer has to answer; round trips come on top
 ROUND_TRIP_LIMIT_SECONDS = 2.0

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from protocols.aio import Notifier, loop_time, set_at
-from protocols.allreduce.chunk_pool import ChunkPool
-from protocols.allreduce.parts import ReducedPart
+from protocols.allreduce.parts import ChunkPool, ReducedPart
 from protocols.base import (
     AveragingResult,
     Contribution,

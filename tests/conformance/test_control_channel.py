@@ -10,8 +10,7 @@ import pytest
 
 from protocols import wire
 from protocols.base import PeerId, PeerSilent, Settings, Stream
-from protocols.streams.control_channel import ControlChannel
-from protocols.streams.endpoint import ProtocolEndpoint
+from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from tests.conformance.hosts import host
 from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, soon
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from node.training.trainer import LocalTraining
-from protocols.allreduce import reducer
+from protocols.allreduce import all_reduce
 from protocols.base import Outcome, Settings, Vector
 from protocols.vectors import robust
 from protocols.vectors.robust import RULES
@@ -66,7 +66,7 @@ def test_estimated_norms_do_not_decide_bits(scale: float, monkeypatch: pytest.Mo
         def estimated(vector: Vector, factors: Iterator[float] = factors) -> float:
             return norm([vector]) * next(factors)
 
-        monkeypatch.setattr(reducer, "estimated_norm", estimated)
+        monkeypatch.setattr(all_reduce, "estimated_norm", estimated)
         results |= {each.numpy().tobytes() for each in averaged("mean", rows, declared=declared).results}
     monkeypatch.undo()
     results |= {each.numpy().tobytes() for each in averaged("mean", rows, declared=declared).results}

@@ -10,12 +10,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.all_reduce import AllReduce, Reducer
 from protocols.allreduce.parts import ReducedPart
-from protocols.allreduce.reducer import Reducer
 from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
-from protocols.streams.control_channel import KEEP_MESSAGES
+from protocols.streams.endpoint import KEEP_MESSAGES
 from protocols.sync.snapshot import Snapshot
 from tests.sim.host import SimCompute
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup

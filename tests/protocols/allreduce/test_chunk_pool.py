@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.allreduce import chunk_pool
-from protocols.allreduce.chunk_pool import ChunkPool
+from protocols.allreduce import parts
+from protocols.allreduce.parts import ChunkPool
 
 GRANULE = 64
 SIZES = (1, GRANULE, GRANULE + 1, 2 * GRANULE)
@@ -26,7 +26,7 @@ SIZES = (1, GRANULE, GRANULE + 1, 2 * GRANULE)
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_pool, "GRANULE_BYTES", GRANULE)
+        patch.setattr(parts, "GRANULE_BYTES", GRANULE)
         yield
 
 

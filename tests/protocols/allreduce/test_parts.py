@@ -9,8 +9,8 @@ import torch
 
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Vector
+from protocols.streams.chunks import PartLayout
 from protocols.vectors.codec import CODECS
-from protocols.vectors.layout import PartLayout
 from protocols.vectors.views import VectorView
 
 LOW, HIGH = 4096, 3 * 4096 + 100

@@ -71,7 +71,7 @@ async def test_later_rounds_need_no_fresh_memory(world: ScenarioRunner, monkeypa
         fresh.append(size)
         return make(where, size, **options)
 
-    monkeypatch.setattr("protocols.allreduce.chunk_pool.mmap.mmap", counted)
+    monkeypatch.setattr("protocols.allreduce.parts.mmap.mmap", counted)
     gc.disable()
     try:
         await world.rounds(4)

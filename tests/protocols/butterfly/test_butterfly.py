@@ -78,7 +78,7 @@ def test_unequal_links_send_their_share(bandwidths: tuple[float, ...], expected_
 
 def test_reducer_memory_is_bounded_by_window() -> None:
     """A reducer holds a window of chunks for each contributor, whatever the length of the vector."""
-    from protocols.allreduce import reducer as reduce
+    from protocols.allreduce import all_reduce as reduce
 
     most = 0
     taken = reduce.Reducer._take_chunk

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from protocols.allreduce.all_reduce import Reducer
 from protocols.allreduce.parts import ReducedPart
-from protocols.allreduce.reducer import Reducer
 from protocols.base import (
     REQUESTER_IDLE_SECONDS,
     AveragingResult,

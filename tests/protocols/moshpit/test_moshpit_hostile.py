@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from protocols.allreduce.all_reduce import Reducer
 from protocols.allreduce.parts import part_message
-from protocols.allreduce.reducer import Reducer
 from protocols.base import Buffer, Header, PeerId
 from protocols.moshpit.grid import seeded_order
 from protocols.moshpit.matchmaker import GroupMatchmaker
