@@ -16,9 +16,9 @@ INDEPENDENT_PROTOCOLS: Final = {
     "gossip": "protocols.pairwise.gossip:Gossip",
     "moshpit": "protocols.moshpit.averager:Moshpit",
     "push_sum": "protocols.pairwise.push_sum:PushSum",
-    "data_parallel": "protocols.baselines.synchronous:data_parallel",
-    "ring": "protocols.baselines.synchronous:ring",
-    "parameter_server": "protocols.baselines.synchronous:parameter_server",
+    "data_parallel": "protocols.baselines.algorithms:data_parallel",
+    "ring": "protocols.baselines.algorithms:ring",
+    "parameter_server": "protocols.baselines.algorithms:parameter_server",
     "parameter_server_async": "protocols.baselines.async_parameter_server:AsyncParameterServer",
 }
 """The same for independent state."""

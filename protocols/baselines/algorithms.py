@@ -8,8 +8,8 @@ from functools import partial
 from protocols import wire
 from protocols.aio import run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart, send_encoded
-from protocols.base import BadPayload, PeerId, PeerSilent, Stream
-from protocols.baselines.round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
+from protocols.base import BadPayload, Host, PeerId, PeerSilent, Settings, Stream
+from protocols.baselines.synchronous import REFUSED_LIMIT, Hop, JoinRound, SynchronousAverager, SynchronousRound
 from protocols.streams.chunks import receive_chunk, receive_vector, send_vector
 from protocols.vectors.codec import CODECS
 
@@ -71,7 +71,7 @@ class ScatterReduce:
         current_round, part = self._current_round, self._part(index)
         if not part.chunks:
             return
-        compute, hear = current_round.host.compute, partial(current_round.hear, peer)
+        compute, hear = current_round.host.compute, partial(current_round.check, peer)
         async with current_round.open(peer, index) as stream:
 
             async def send() -> None:
@@ -119,7 +119,7 @@ class Ring:
             if self._sends_last:
                 return  # it has all parts, or the sending side notices that it is lost
             raise  # it has left the round, while this member perhaps waits for the previous one
-        self._current_round.hear(stream.peer, header)
+        self._current_round.check(stream.peer, header)
         raise BadPayload(f"{type(header).__name__} against the direction of the ring")
 
     async def _round(self, out: Stream) -> None:
@@ -163,3 +163,19 @@ class Ring:
             await receive_chunk(stream, number, data)
             decode = partial(part.decode_chunk, number, current_round.into, scratch)
             await current_round.host.compute.run(decode, len(data))
+
+
+# -- the protocols by name --------------------------------------------------------------------------------------------
+
+
+def data_parallel(host: Host, settings: Settings) -> SynchronousAverager:
+    return SynchronousAverager(host, settings, "starling/data-parallel/1", ScatterReduce)
+
+
+def ring(host: Host, settings: Settings) -> SynchronousAverager:
+    return SynchronousAverager(host, settings, "starling/ring/1", Ring)
+
+
+def parameter_server(host: Host, settings: Settings) -> SynchronousAverager:
+    """A parameter server with a barrier: one member averages for all (Li et al. 2014). Its link carries 2 (N − 1) S."""
+    return SynchronousAverager(host, settings, "starling/parameter-server/1", partial(ScatterReduce, server=True))
