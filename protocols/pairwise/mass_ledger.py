@@ -2,7 +2,7 @@
 
 Each peer holds a value x and a weight w, at first its own value and 1. A sender gives half of both away; the receiver
 adds the share. x / w approaches Σx / Σw at every peer, whatever the order and the graph, as long as no mass is lost or
-created (Kempe et al. 2003; Assran et al. 2019, section 3). The values are states (`protocols.pairwise.shares`).
+created (Kempe et al. 2003; Assran et al. 2019, section 3). The values are states (`protocols.pairwise.push_sum`).
 
 - A share is outstanding until its receiver has answered for it. A receiver counts each number of a sender once.
 - If the receiver's incarnation has ended, the share returns to the sender.

@@ -27,7 +27,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Accept, Certificate, Propose
 from protocols.consensus.record import Kind
 from protocols.moshpit.peer_tracker import PositionAnnouncement
-from protocols.pairwise.shares import PushShare, ShareStatus
+from protocols.pairwise.push_sum import PushShare, ShareStatus
 from protocols.pairwise.state_swap import ExchangeReply, ExchangeRequest, StateReceived
 from protocols.sync.requests import Certificates, HeadAnnouncement
 from protocols.wire import Availability, Chunk, Contribute, PartDone, Plan, Ready, Reduced

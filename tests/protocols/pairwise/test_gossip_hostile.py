@@ -10,7 +10,7 @@ import torch
 
 from protocols import wire
 from protocols.base import DISTRUST_SECONDS, Buffer, Header, Member, PeerError, RoundKey, Stream
-from protocols.pairwise.exchanges import MAX_EXCHANGES_PER_PEER
+from protocols.pairwise.gossip import MAX_EXCHANGES_PER_PEER
 from protocols.pairwise.state_swap import (
     EXCHANGE,
     HEADER_LIMIT,

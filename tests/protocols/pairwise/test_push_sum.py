@@ -12,7 +12,7 @@ import torch
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Header, Outcome
 from protocols.pairwise import push_sum
-from protocols.pairwise.shares import split_share
+from protocols.pairwise.push_sum import split_share
 from protocols.streams.framing import FramedStream
 from protocols.vectors.codec import CODECS
 from protocols.vectors.views import VectorView

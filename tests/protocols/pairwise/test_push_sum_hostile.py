@@ -10,8 +10,7 @@ import torch
 
 from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerSilent, RoundKey
-from protocols.pairwise.push_sum import MAX_KEPT
-from protocols.pairwise.shares import MAX_TAKING, MOST_SHARE, PUSH, PushShare
+from protocols.pairwise.push_sum import MAX_KEPT, MAX_TAKING, MOST_SHARE, PUSH, PushShare
 from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.streams.framing import FramedStream
 from tests.sim.averaging import RUN

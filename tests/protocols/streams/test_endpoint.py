@@ -22,7 +22,7 @@ from protocols.base import (
     StaticMembers,
     Stream,
 )
-from protocols.pairwise.shares import RecallShare
+from protocols.pairwise.push_sum import RecallShare
 from protocols.streams.endpoint import FIRST_FRAME_SECONDS, ProtocolEndpoint, SessionTable
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import on_virtual_time, simulated
