@@ -45,7 +45,7 @@ ONLY_IN: dict[str, set[str]] = {
     | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")}
     | FORKS,
     "protocols.butterfly.averager": PEER,
-    "node.network.libp2p": PEER | {"node/session/page_content.py", "node/session/status_tracker.py"},  # read it
+    "node.network.libp2p": PEER | {"node/session/status_tracker.py"},  # reads it
     "node.network.dht": PEER,
     "node.runtime.compute": PEER,
     "node.runtime.clock": PEER,

@@ -15,24 +15,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from node.reporting.event_feed import BUCKETS_SECONDS, Histogram, RunCounters
+from node.reporting.event_feed import BUCKETS_SECONDS, SUMS, Histogram, RunCounters
 from node.reporting.status import Status
 
 MAX_PEER_LABELS = 64
 STATES = ("starting", "joining", "syncing", "training", "averaging", "waiting", "paused", "leaving", "finished")
 OUTCOMES = ("committed", "alone", "skipped", "undecided", "superseded", "fork")
-_SUMS = {
-    "tokens": "Tokens trained.",
-    "train_seconds": "Time spent in training.",
-    "wait_seconds": "Time in rounds spent neither in training nor in averaging.",
-    "average_seconds": "Time spent in averaging.",
-    "downloaded_bytes": "Bytes of model state downloaded to catch up.",
-    "lost_rounds": "Rounds given up with a branch of the chain.",
-    "lost_tokens": "Tokens of this peer that had counted in lost rounds.",
-    "replayed_rounds": "Outer steps taken again from stored means.",
-    "half_exchanges": "Gossip exchanges of which only one side succeeded.",
-    "blamed": "Peers named as the cause of a fault in a round.",
-}
+
+Samples = Iterable[tuple[Mapping[str, str], float]]
+"""(labels, value) pairs of one metric."""
 
 
 def metrics_text(
@@ -50,29 +41,22 @@ def metrics_text(
     `info`: labels of the constant metric `starling_info`. `network_bytes` are by direction and class of traffic,
     `refused` by part of the peer, `restarts` by process.
     """
-    families = _Families(status.run_id[:12])
     metrics = [
-        families.gauge("info", "Constant 1; its labels describe the peer.", [(info, 1.0)]),
-        families.gauge("state", "1 for the peer's present state, else 0.", _one_hot(status.state)),
-        *_of_status(families, status),
-        *_of_rounds(families, counters),
-        families.counter(
+        _gauge("info", "Constant 1; its labels describe the peer.", [(info, 1.0)]),
+        _gauge("state", "1 for the peer's present state, else 0.", _one_hot(status.state)),
+        *_of_status(status),
+        *_of_rounds(counters),
+        _counter(
             "network_bytes",
             "Bytes sent and received, by class of traffic.",
             [({"direction": way, "class": kind}, float(count)) for (way, kind), count in sorted(network_bytes.items())],
         ),
-        families.counter(
-            "refused",
-            "Peers, streams and records that were refused.",
-            [({"where": where}, float(count)) for where, count in sorted(refused.items())],
-        ),
-        families.counter(
-            "process_restarts",
-            "How often a process of the peer was replaced.",
-            [({"process": process}, float(count)) for process, count in sorted(restarts.items())],
-        ),
-        families.gauge("temperature_celsius", "Temperature celsius.", [({}, temperature_celsius)]),
+        _counter("refused", "Peers, streams and records that were refused.", _by("where", refused)),
+        _counter("process_restarts", "How often a process of the peer was replaced.", _by("process", restarts)),
+        _gauge("temperature_celsius", "Temperature celsius.", [({}, temperature_celsius)]),
     ]
+    for each in metrics:
+        each.samples = [one._replace(labels={"run": status.run_id[:12], **one.labels}) for one in each.samples]
     registry = CollectorRegistry()  # not the global one, which has metrics of this process
     registry.register(_Collected(metrics))
     return generate_latest(registry)
@@ -86,41 +70,39 @@ class _Collected(Collector):
         return self._metrics
 
 
-Samples = Iterable[tuple[Mapping[str, str], float]]
-"""(labels, value) pairs of one metric."""
+def _gauge(name: str, text: str, samples: Samples) -> Metric:
+    return _filled(GaugeMetricFamily(f"starling_{name}", text), samples, "")
 
 
-class _Families:
-    """Builds metrics that share the label `run`. Samples that are not finite are left out."""
+def _counter(name: str, text: str, samples: Samples) -> Metric:
+    return _filled(CounterMetricFamily(f"starling_{name}", text), samples, "_total")
 
-    def __init__(self, run: str) -> None:
-        self._run = run
 
-    def gauge(self, name: str, text: str, samples: Samples) -> Metric:
-        return self._filled(GaugeMetricFamily(f"starling_{name}", text), samples, "")
+def _filled(family: Metric, samples: Samples, suffix: str) -> Metric:
+    """Samples that are not finite are left out."""
+    for labels, value in samples:
+        if math.isfinite(value):
+            family.add_sample(family.name + suffix, dict(labels), value)
+    return family
 
-    def counter(self, name: str, text: str, samples: Samples) -> Metric:
-        return self._filled(CounterMetricFamily(f"starling_{name}", text), samples, "_total")
 
-    def histogram(self, name: str, text: str, values: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"starling_{name}", text, labels=["run"])
-        bounds = [*map(str, BUCKETS_SECONDS), "+Inf"]
-        family.add_metric([self._run], list(zip(bounds, accumulate(values.counts), strict=True)), values.sum_seconds)
-        return family
+def _histogram(name: str, text: str, values: Histogram) -> Metric:
+    family = HistogramMetricFamily(f"starling_{name}", text, labels=[])
+    bounds = [*map(str, BUCKETS_SECONDS), "+Inf"]
+    family.add_metric([], list(zip(bounds, accumulate(values.counts), strict=True)), values.sum_seconds)
+    return family
 
-    def _filled(self, family: Metric, samples: Samples, suffix: str) -> Metric:
-        for labels, value in samples:
-            if math.isfinite(value):
-                family.add_sample(family.name + suffix, {"run": self._run, **labels}, value)
-        return family
+
+def _by(label: str, counts: Mapping[str, int]) -> Samples:
+    return [({label: name}, float(count)) for name, count in sorted(counts.items())]
 
 
 def _one_hot(state: str) -> Samples:
     return [({"state": each}, float(each == state)) for each in STATES]
 
 
-def _of_status(families: _Families, status: Status) -> Iterator[Metric]:
-    unknown = math.nan
+def _of_status(status: Status) -> Iterator[Metric]:
+    unknown, syncing = math.nan, status.syncing
     values = {
         "round": ("Number of the round, from 1.", status.round + 1),
         "rounds": ("Number of rounds in the run.", status.rounds or unknown),
@@ -133,40 +115,37 @@ def _of_status(families: _Families, status: Status) -> Iterator[Metric]:
         "checkpoint_age_seconds": ("Age of the newest checkpoint.", _or_nan(status.checkpoint_age_seconds)),
         "resident_memory_bytes": ("Memory of the peer's processes.", status.rss_bytes),
         "loop_lag_p99_seconds": ("Lag of the event loop since the last report.", status.loop_lag_p99_seconds),
-        "sync_bytes": (
-            "Bytes of the state that have arrived.",
-            status.syncing.bytes_here if status.syncing else unknown,
-        ),
-        "sync_bytes_whole": ("Bytes of the whole state.", status.syncing.bytes_whole if status.syncing else unknown),
+        "sync_bytes": ("Bytes of the state that have arrived.", syncing.bytes_here if syncing else unknown),
+        "sync_bytes_whole": ("Bytes of the whole state.", syncing.bytes_whole if syncing else unknown),
         "joiners": ("Joiners that download this peer's state.", status.joiners),
         "stage": ("Stage of this peer.", status.stage),
         "stages": ("Number of stages.", status.stages),
     }
     for name, (text, value) in values.items():
-        yield families.gauge(name, text, [({}, float(value))])
+        yield _gauge(name, text, [({}, float(value))])
     live = [each for each in status.peers if each.live]
     counts = [({"live": "1"}, float(len(live))), ({"live": "0"}, float(len(status.peers) - len(live)))]
-    yield families.gauge("peers", "Other peers that are known.", counts)
-    yield families.gauge("roster_members", "Other members.", [({}, float(sum(each.member for each in status.peers)))])
+    yield _gauge("peers", "Other peers that are known.", counts)
+    yield _gauge("roster_members", "Other members.", [({}, float(sum(each.member for each in status.peers)))])
     shown = sorted(status.peers, key=lambda each: (not each.live, each.peer))[:MAX_PEER_LABELS]
     rounds = [({"peer": each.peer}, float(each.round + 1)) for each in shown]
-    yield families.gauge("peer_round", f"Round of another peer; at most {MAX_PEER_LABELS} peers.", rounds)
+    yield _gauge("peer_round", f"Round of another peer; at most {MAX_PEER_LABELS} peers.", rounds)
 
 
-def _of_rounds(families: _Families, counters: RunCounters) -> Iterator[Metric]:
+def _of_rounds(counters: RunCounters) -> Iterator[Metric]:
     # Also those that did not occur: an alert on a counter that does not exist never fires.
     names = sorted({*OUTCOMES, *counters.rounds})
     outcomes = [({"outcome": outcome}, float(counters.rounds[outcome])) for outcome in names]
-    yield families.counter("rounds_done", "Rounds that ended, by outcome.", outcomes)
-    for name, text in _SUMS.items():
-        yield families.counter(name, text, [({}, float(counters.sums[name]))])
-    yield families.histogram("round_seconds", "Duration of a round.", counters.round_seconds)
-    yield families.histogram("averaging_seconds", "Duration of a round's averaging.", counters.average_seconds)
+    yield _counter("rounds_done", "Rounds that ended, by outcome.", outcomes)
+    for name, (text, _) in SUMS.items():
+        yield _counter(name, text, [({}, float(counters.sums[name]))])
+    yield _histogram("round_seconds", "Duration of a round.", counters.round_seconds)
+    yield _histogram("averaging_seconds", "Duration of a round's averaging.", counters.average_seconds)
     if last := counters.last:
-        yield families.gauge("open_files", "Open file descriptors.", [({}, float(last.open_files))])
-        yield families.gauge("tasks", "Tasks of the event loop.", [({}, float(last.tasks))])
+        yield _gauge("open_files", "Open file descriptors.", [({}, float(last.open_files))])
+        yield _gauge("tasks", "Tasks of the event loop.", [({}, float(last.tasks))])
         longest = "Longest lag of the event loop in the last round."
-        yield families.gauge("loop_lag_max_seconds", longest, [({}, last.loop_lag_max_seconds)])
+        yield _gauge("loop_lag_max_seconds", longest, [({}, last.loop_lag_max_seconds)])
 
 
 def _or_nan(value: float | None) -> float:

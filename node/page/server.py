@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from node.page.guard import AccessRules
@@ -73,7 +72,7 @@ class PageServer:
             self._say(f"web page unavailable; training continues: {getattr(error, 'strerror', None) or error}")
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop.set()
         if self._server and self._serving:
             self._server.should_exit = True

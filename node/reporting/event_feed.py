@@ -183,11 +183,26 @@ class Histogram:
         self.sum_seconds += seconds
 
 
+SUMS: Mapping[str, tuple[str, Callable[[RoundReport], float]]] = {
+    "tokens": ("Tokens trained.", lambda each: each.tokens),
+    "train_seconds": ("Time spent in training.", lambda each: each.seconds_train),
+    "wait_seconds": ("Time in rounds spent neither in training nor in averaging.", lambda each: each.seconds_wait),
+    "average_seconds": ("Time spent in averaging.", lambda each: each.seconds_average),
+    "downloaded_bytes": ("Bytes of model state downloaded to catch up.", lambda each: each.bytes_downloaded),
+    "lost_rounds": ("Rounds given up with a branch of the chain.", lambda each: each.lost_rounds),
+    "lost_tokens": ("Tokens of this peer that had counted in lost rounds.", lambda each: each.lost_tokens),
+    "replayed_rounds": ("Outer steps taken again from stored means.", lambda each: each.replayed_rounds),
+    "half_exchanges": ("Gossip exchanges of which only one side succeeded.", lambda each: each.half_exchanges),
+    "blamed": ("Peers named as the cause of a fault in a round.", lambda each: len(each.blamed)),
+}
+"""Name, which ends in its unit -> what it counts, and how much of that a round adds."""
+
+
 class RunCounters:
     """Counts over the rounds of this incarnation, for the metrics."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = defaultdict(float)  # the names end in their units
+        self.sums: dict[str, float] = defaultdict(float)  # by the names of `SUMS`
         self.rounds: Counter[str] = Counter()  # by outcome
         self.round_seconds, self.average_seconds = Histogram(), Histogram()
         self.last: RoundReport | None = None
@@ -195,19 +210,7 @@ class RunCounters:
     def add(self, report: RoundReport) -> None:
         self.last = report
         self.rounds[report.outcome] += 1
-        values = {
-            "tokens": report.tokens,
-            "train_seconds": report.seconds_train,
-            "wait_seconds": report.seconds_wait,
-            "average_seconds": report.seconds_average,
-            "downloaded_bytes": report.bytes_downloaded,
-            "lost_rounds": report.lost_rounds,
-            "lost_tokens": report.lost_tokens,
-            "replayed_rounds": report.replayed_rounds,
-            "half_exchanges": report.half_exchanges,
-            "blamed": len(report.blamed),
-        }
-        for name, value in values.items():
-            self.sums[name] += value
+        for name, (_, value) in SUMS.items():
+            self.sums[name] += value(report)
         self.round_seconds.add(report.seconds_train + report.seconds_wait + report.seconds_average)
         self.average_seconds.add(report.seconds_average)

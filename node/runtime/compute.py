@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -21,7 +20,7 @@ class ThreadCompute:
         self._pool = ThreadPoolExecutor(1, "compute", initializer=_set_up_thread)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], cost_bytes: int) -> T:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -51,7 +50,7 @@ class LoopLag:
         self._schedule()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._timer.cancel()
 
     def take(self) -> tuple[float, float]:

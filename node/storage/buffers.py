@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from node.runtime import tensors
@@ -86,7 +85,7 @@ class ScratchSpace:
         await self._disk.run(self._empty, 0)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._disk.run(self._empty, 0)
 
     def allocate(self, size: int) -> ScratchFile:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from node.storage.buffers import FileBuffer, allocate, outer_buffer
@@ -116,7 +115,7 @@ class CheckpointManager:
         self._now = asyncio.get_running_loop().time  # `make_buffer` is called on other threads, too
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.published()
         self._sealing = None
 

@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from node.tasks.hf.settings import HfValues, ModelPins
@@ -95,7 +94,7 @@ class RemoteTrainer:
         self._supervision.add_done_callback(lambda _: self._notifier.notify())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._supervision.cancel()
         await asyncio.gather(self._supervision, return_exceptions=True)
         del self._shared  # unmap it, even if this object is still referenced

@@ -13,7 +13,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from node.network.daemon import DaemonError
@@ -63,7 +62,7 @@ class ControlServer:
             log.warning("`status` and `finish` cannot reach this peer: %s", error)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._server:
             await asyncio.sleep(0)  # asyncio loses a connection that is half accepted when its server closes
             self._server.close()

@@ -19,7 +19,7 @@ from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed
 from node.reporting.report import RoundReport
 from node.reporting.status import Status
-from node.session.page_content import CONTROLS, of_status
+from node.session.processes import CONTROLS, of_status
 from tests.support.status_examples import STATUS
 
 
