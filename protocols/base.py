@@ -161,6 +161,19 @@ class AveragingResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncStatus:
+    """Progress of a peer that catches up."""
+
+    bytes_here: int  # of the state, received
+    bytes_whole: int  # of the whole state; 0 if the peer has a state to start from
+    donors: int  # peers that send the state now
+    bytes_per_second: float  # recent rate of everything that is downloaded
+    rounds_here: int  # rounds since that state which have been replayed
+    rounds_whole: int  # all rounds since that state
+    eta_seconds: float | None  # time left; null while nothing is received
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     codec: str  # of vectors on the wire; this and the next two are equal at all peers of a run
     elements: tuple[int, ...]  # length of each fragment's flat vector

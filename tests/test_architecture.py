@@ -28,7 +28,7 @@ ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD,
     "socket": {"node/training/process.py", "node/training/worker.py"}
     | {f"node/direct/{name}.py" for name in ("connection", "handshake", "inbound")}
-    | {"node/page/server.py", "node/runtime/child_process.py"}
+    | {"node/page/server.py", "node/runtime/child_process.py", "node/runtime/listening.py"}
     | FORKS,
     "threading": AHEAD | FORKS,
     "concurrent": {"node/runtime/compute.py"} | AHEAD,

@@ -9,7 +9,6 @@ its token at once, and a flood of strangers does not.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections import Counter
@@ -32,6 +31,7 @@ from node.direct.messages import (
 from node.direct.records import RecordError, choose_cipher, has_fast_aes, is_known
 from node.direct.routes import Attempts
 from node.runtime.bounded import put_newest
+from node.runtime.listening import listen
 from node.streams.serving import Serving
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, PeerId, Stream
@@ -50,7 +50,6 @@ _WINDOW_SECONDS, _ACCEPTED_PER_WINDOW = 0.02, 80
 """So the listener accepts at most 4,000 connections a second, for a tenth of a core, and never so many at once that the
 event loop lags. A burst of 4,096 waits in the kernel for a second at most, and peers that dial behind it wait with it.
 While a flood lasts that is faster, dials fail: peers are dialled back, or take libp2p."""
-_PORT_ATTEMPTS = 8
 
 
 class Inbound:
@@ -190,13 +189,7 @@ class DirectListener:
         self._window_began, self._accepted = 0.0, 0
 
     def start(self, hosts: Sequence[str], port: int = 0) -> None:
-        for attempt in range(_PORT_ATTEMPTS):
-            try:
-                self._sockets = _listening(hosts, port)
-                break
-            except OSError:
-                if port or attempt == _PORT_ATTEMPTS - 1:
-                    raise
+        self._sockets = listen(hosts, port, _BACKLOG)
         self.port = self._sockets[0].getsockname()[1]
         for sock in self._sockets:
             self._loop.add_reader(sock, self._accept, sock)
@@ -285,41 +278,3 @@ class DirectListener:
     def _drop(self, waiting: _Waiting, why: str) -> None:
         self._release(waiting).close()
         self._on_refused(waiting.host, why)
-
-
-def _listening(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """A listening socket for each host, but for those that this machine does not have."""
-    sockets: list[socket.socket] = []
-    missing: OSError | None = None
-    try:
-        for host in hosts:
-            try:
-                sockets.append(_bound(host, port))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-                missing = error
-            else:
-                port = sockets[0].getsockname()[1]
-        if not sockets:
-            raise missing or OSError(errno.EADDRNOTAVAIL, "no address to listen on")
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
-    return sockets
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if sock.family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind((host, port))
-        sock.listen(_BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

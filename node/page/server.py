@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from node.page.guard import AccessRules
 from node.page.keys import PageKeys, last_port, load_token, note_port, page_link
 from node.runtime.extras import install
+from node.runtime.listening import listen
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -116,38 +116,13 @@ class PageServer:
 
 
 def _listen(port: int, default: int) -> list[socket.socket]:
-    """Listen on the loopback interface, at a port or else one of the next free ones."""
+    """Listen on the loopback interface, at a port of both addresses or else one of the next free ones."""
     tried = [port, *range(default, min(default + PORTS_TRIED, 65_536)), 0]
     for number in tried:
         try:
-            return _bind_both(number)
+            return listen(("127.0.0.1", "::1"), number, MAX_CONNECTIONS)
         except OSError as error:
             if number == 0:
                 raise
             log.debug("port %d: %s", number, error)
     raise AssertionError("port 0 is always free, or raises")
-
-
-def _bind_both(port: int) -> list[socket.socket]:
-    """Listen at a port of both loopback addresses, where this machine has IPv6. OSError if it is taken at one."""
-    first = _bind(socket.AF_INET, "127.0.0.1", port)
-    try:
-        return [first, _bind(socket.AF_INET6, "::1", first.getsockname()[1])]
-    except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            return [first]
-        first.close()
-        raise
-
-
-def _bind(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
-    listening = socket.socket(family)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(MAX_CONNECTIONS)
-        listening.setblocking(False)
-    except OSError:
-        listening.close()
-        raise
-    return listening

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from node.network.address_scope import Scope, scope
 from node.tasks.name import HUGGING_FACE, is_own
+from protocols.base import SyncStatus
 
 if TYPE_CHECKING:
     from node.reporting.report import RoundReport
@@ -43,19 +44,6 @@ class PeerStatus:
     route: str = ""
     route_reason: str = ""  # why the data did not go directly
     left: bool = False  # not live because it left in good order; a peer that is neither live nor left is lost
-
-
-@dataclass(frozen=True, slots=True)
-class SyncStatus:
-    """Progress of a peer that catches up."""
-
-    bytes_here: int  # of the state, received
-    bytes_whole: int  # of the whole state; 0 if the peer has a state to start from
-    donors: int  # peers that send the state now
-    bytes_per_second: float  # recent rate of everything that is downloaded
-    rounds_here: int  # rounds since that state which have been replayed
-    rounds_whole: int  # all rounds since that state
-    eta_seconds: float | None  # time left; null while nothing is received
 
 
 @dataclass(frozen=True, slots=True)

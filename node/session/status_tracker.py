@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from node.config.manifest import Manifest
@@ -16,7 +15,7 @@ from node.network.address_scope import shareable
 from node.outer.outer_loop import OuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import RoundReport, Totals
-from node.reporting.status import PeerStatus, Status, SyncStatus, printable, short
+from node.reporting.status import PeerStatus, Status, printable, short
 from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals
 from node.session.pausing import PauseController
 from node.session.traffic_limits import TrafficLimits
@@ -205,7 +204,6 @@ class StatusTracker:
         session, config = self._in_session, self._manifest.config if self._manifest else None
         key = self._history.head.key if session else None
         totals = self._journal.totals if session else Totals()
-        progress = self._sync.sync_progress.progress() if session else None
         contacts = self._membership.contacts() if session else ()
         state, reason = self._shown()
         round_number, rounds, expected = key.round if key else 0, self._last_round(), self._expected_seconds()
@@ -233,7 +231,7 @@ class StatusTracker:
             eta_seconds=None if expected is None else max(0.0, expected * (rounds - round_number)),
             pid=os.getpid(),
             incarnation=self.incarnation,
-            syncing=SyncStatus(**asdict(progress)) if progress else None,
+            syncing=self._sync.sync_progress.progress() if session else None,
             task=config.consent_task if config else "",
             protocol=config.protocol if config else "",
             spread=self._spread,

@@ -48,26 +48,8 @@ class ByteCounts:
     received: int = 0
 
 
-class StreamCounter:
-    """Counts the bytes of one stream. It costs a microsecond an operation, not for each byte."""
-
-    __slots__ = ("_mine", "_note", "_of_peer")
-
-    def __init__(self, mine: ByteCounts, of_peer: ByteCounts, note: Callable[[int], None]) -> None:
-        self._mine, self._of_peer, self._note = mine, of_peer, note
-
-    def sent(self, count: int) -> None:
-        self._note(count)
-        self._mine.sent += count
-        self._of_peer.sent += count
-
-    def received(self, count: int) -> None:
-        self._note(count)
-        self._mine.received += count
-        self._of_peer.received += count
-
-
-UNCOUNTED = StreamCounter(ByteCounts(), ByteCounts(), lambda count: None)
+CountBytes = Callable[[int, int], None]
+"""Counts bytes of one stream, sent and received. It costs a microsecond an operation, not for each byte."""
 
 ByteTotals = dict[tuple[Direction, TrafficClass], int]
 
@@ -83,10 +65,18 @@ class ByteMeter:
         self._started: float | None = None
         self._next_sample = float("-inf")
 
-    def stream(self, peer: PeerId, method: str) -> StreamCounter:
+    def stream(self, peer: PeerId, method: str) -> CountBytes:
         of_peer = self._peers.get(peer) or ByteCounts()
         put_newest(self._peers, peer, of_peer, _MAX_PEERS)
-        return StreamCounter(self._classes[class_of(method)], of_peer, self._note)
+        counts = (self._classes[class_of(method)], of_peer)
+
+        def count(sent: int, received: int) -> None:
+            self._note(sent + received)
+            for each in counts:
+                each.sent += sent
+                each.received += received
+
+        return count
 
     def totals(self) -> Mapping[tuple[Direction, TrafficClass], int]:
         sent = {(Direction.UPLOAD, each): counts.sent for each, counts in self._classes.items()}

@@ -6,7 +6,7 @@ import asyncio
 
 from node.membership.hello import BOOTSTRAP_METHOD
 from node.streams.byte_limiter import PIECE_BYTES, ByteLimiter
-from node.streams.byte_meter import UNCOUNTED, ByteMeter, StreamCounter, TrafficClass, class_of
+from node.streams.byte_meter import ByteMeter, CountBytes, TrafficClass, class_of
 from node.streams.byte_quota import ByteQuota
 from protocols.base import PeerId
 from protocols.streams.framing import LimitReached
@@ -20,11 +20,11 @@ _OPENING_BYTES = 68
 class StreamTraffic:
     """What a pipe tells of one stream's bytes, and what it waits for."""
 
-    __slots__ = ("_by_stranger", "_class", "_download", "_quota", "_unpaid", "_upload", "received", "sent")
+    __slots__ = ("_by_stranger", "_class", "_count", "_download", "_quota", "_unpaid", "_upload")
 
     def __init__(
         self,
-        counter: StreamCounter,
+        count: CountBytes,
         traffic: TrafficClass,
         upload: ByteLimiter,
         download: ByteLimiter,
@@ -32,8 +32,7 @@ class StreamTraffic:
         by_stranger: bool = False,
     ) -> None:
         self._by_stranger, self._quota = by_stranger, quota
-        self.sent, self.received = counter.sent, counter.received
-        self._class, self._upload, self._download = traffic, upload, download
+        self._count, self._class, self._upload, self._download = count, traffic, upload, download
         self._unpaid = 0  # bytes that were read, and that the cap does not know of yet
 
     @property
@@ -43,6 +42,12 @@ class StreamTraffic:
     @property
     def download_piece(self) -> int:
         return _WHOLE if self._download.rate is None else PIECE_BYTES
+
+    def sent(self, count: int) -> None:
+        self._count(count, 0)
+
+    def received(self, count: int) -> None:
+        self._count(0, count)
 
     async def may_send(self, count: int) -> None:
         """Wait until the cap lets `count` bytes be written. Raises `LimitReached` if the quota is used up."""
@@ -76,7 +81,7 @@ class StreamTraffic:
             raise LimitReached("this peer's quota is used up")
 
 
-UNLIMITED = StreamTraffic(UNCOUNTED, TrafficClass.CONTROL, ByteLimiter(), ByteLimiter())
+UNLIMITED = StreamTraffic(lambda sent, received: None, TrafficClass.CONTROL, ByteLimiter(), ByteLimiter())
 """For pipes that belong to no stream yet."""
 
 
@@ -93,5 +98,5 @@ class Traffic:
 
     def stream(self, peer: PeerId, method: str) -> StreamTraffic:
         """A stream without a method is control traffic."""
-        counter, by_stranger = self.meter.stream(peer, method), method == BOOTSTRAP_METHOD
-        return StreamTraffic(counter, class_of(method), self.upload, self.download, self._quota, by_stranger)
+        count, by_stranger = self.meter.stream(peer, method), method == BOOTSTRAP_METHOD
+        return StreamTraffic(count, class_of(method), self.upload, self.download, self._quota, by_stranger)

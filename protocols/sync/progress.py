@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from protocols.base import SyncStatus
 from protocols.blobs.download import BlobDownload
 
 METER_SECONDS = 15.0
 LEAST_SECONDS = 10.0  # shorter passes say nothing about this peer's download rate
 SAY_SECONDS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class SyncProgressLine:
-    """How much of the state has arrived."""
-
-    bytes_here: int  # of the snapshot; this and `bytes_whole` are 0 if none is needed
-    bytes_whole: int
-    donors: int  # peers that are sending it
-    bytes_per_second: float  # recent rate of everything that is fetched
-    rounds_here: int  # rounds after the snapshot that have arrived
-    rounds_whole: int  # those that are known
-    eta_seconds: float | None  # until the last known round has arrived; None if nothing arrives
 
 
 class SyncProgress:
@@ -32,7 +19,7 @@ class SyncProgress:
     def __init__(self, now: Callable[[], float]) -> None:
         self.active = False
         self.download: BlobDownload | None = None
-        self.rounds_here = self.rounds_whole = 0  # as in `SyncProgressLine`
+        self.rounds_here = self.rounds_whole = 0  # as in `SyncStatus`
         self.round_bytes = self.fetched_bytes = 0  # of one mean; since the process started
         self._now = now
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=4096)
@@ -58,7 +45,7 @@ class SyncProgress:
         seconds = max(1.0, self._now() - self._arrivals[0][0])
         return sum(size for _, size in self._arrivals) / seconds
 
-    def progress(self) -> SyncProgressLine | None:
+    def progress(self) -> SyncStatus | None:
         """The current progress; None while the peer is not catching up."""
         if not self.active:
             return None
@@ -67,7 +54,7 @@ class SyncProgress:
         whole = download.size_bytes if download else 0
         here = whole - missing
         missing += (self.rounds_whole - self.rounds_here) * self.round_bytes
-        return SyncProgressLine(
+        return SyncStatus(
             here,
             whole,
             download.holders if download else 0,

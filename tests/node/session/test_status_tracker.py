@@ -24,7 +24,6 @@ from node.storage.journal import Journal
 from protocols.base import LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
-from protocols.sync.progress import SyncProgressLine
 from tests.support.fake_rounds import RUN, line
 from tests.support.session_cluster import status_tracker
 from tests.support.simulated import on_virtual_time
@@ -97,7 +96,7 @@ def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     assert status.lineage == Chain(RUN, "run", ROSTER, b"0" * 32).head.key.lineage.hex()
     assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off" and status.syncing is None
     assert (status.joiners, status.checkpoint_age_seconds, status.checkpoint_problem) == (2, 7.0, "disk full")
-    progress = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
+    progress = SyncStatus(1, 10, 3, 2.5, 0, 4, None)
     sync = SimpleNamespace(sync_progress=SimpleNamespace(progress=lambda: progress), joiners=0)
     assert shown(in_a_run(tmp_path, sync=sync)).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
 

@@ -18,7 +18,7 @@ from node.streams.byte_limiter import (
     SMALL_BYTES,
     ByteLimiter,
 )
-from node.streams.byte_meter import UNCOUNTED, TrafficClass
+from node.streams.byte_meter import TrafficClass
 from node.streams.traffic import StreamTraffic
 from protocols import wire
 from protocols.aio import loop_time
@@ -145,7 +145,7 @@ async def test_cancel_at_the_turn_spends_right(receives: bool) -> None:
     """Bytes that were read have passed, so they count once. Bytes that were not sent do not count."""
     now = 0.0
     limiter = ByteLimiter(65_536.0, lambda: now)
-    stream = StreamTraffic(UNCOUNTED, ROUND, limiter, limiter)
+    stream = StreamTraffic(lambda sent, received: None, ROUND, limiter, limiter)
     limiter.spend(3 * PIECE_BYTES)
     waits = stream.may_receive(PIECE_BYTES, 0) if receives else stream.may_send(PIECE_BYTES)
     task = asyncio.create_task(waits)

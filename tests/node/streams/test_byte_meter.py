@@ -21,13 +21,13 @@ def test_rates_cover_the_last_seconds() -> None:
     stream = meter.stream("a", SYNC)
     assert set(meter.rates().values()) == {0.0}
     for _ in range(200):
-        stream.sent(1000)
+        stream(1000, 0)
         now[0] += 0.1
     assert meter.rates()[UP, TrafficClass.CATCH_UP] == pytest.approx(10_000, rel=0.03)
     assert meter.rates()[DOWN, TrafficClass.CATCH_UP] == 0
     now[0] += 60
     assert set(meter.rates().values()) == {0.0}
-    stream.sent(5000)  # the pause counts, or a single message after it would look like a flood
+    stream(5000, 0)  # the pause counts, or a single message after it would look like a flood
     now[0] += 0.1
     assert meter.rates()[UP, TrafficClass.CATCH_UP] == pytest.approx(1000)
     assert meter.totals()[UP, TrafficClass.CATCH_UP] == 205_000
@@ -36,8 +36,8 @@ def test_rates_cover_the_last_seconds() -> None:
 def test_the_table_of_peers_is_bounded() -> None:
     meter = ByteMeter(lambda: 0.0)
     for number in range(1000):
-        meter.stream(f"peer {number}", SYNC).received(1)
-        meter.stream("partner", SYNC).received(1)
+        meter.stream(f"peer {number}", SYNC)(0, 1)
+        meter.stream("partner", SYNC)(0, 1)
     assert len(meter.peers()) <= 256
     assert meter.peers()["partner"].received == 1000
     assert meter.total(DOWN) == 2000

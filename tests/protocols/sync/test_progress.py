@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from protocols.base import SyncStatus
 from protocols.sync.progress import (
     LEAST_SECONDS,
     METER_SECONDS,
     SAY_SECONDS,
     CatchUpTrend,
     SyncProgress,
-    SyncProgressLine,
 )
 
 MB = 1_000_000
@@ -23,7 +23,7 @@ def test_progress_covers_state_then_rounds_since() -> None:
     sync_progress.begin(rounds=5, round_bytes=2 * MB)
     download = SimpleNamespace(size_bytes=100 * MB, missing_bytes=100 * MB, holders=3)
     sync_progress.download = download  # type: ignore[assignment]
-    assert sync_progress.progress() == SyncProgressLine(0, 100 * MB, 3, 0.0, 0, 5, None), "nothing has moved yet"
+    assert sync_progress.progress() == SyncStatus(0, 100 * MB, 3, 0.0, 0, 5, None), "nothing has moved yet"
     for _ in range(20):
         time[0] += 1.0
         sync_progress.record_arrival(2 * MB)
@@ -32,9 +32,7 @@ def test_progress_covers_state_then_rounds_since() -> None:
     assert progress and 2.0 * MB < progress.bytes_per_second < 2.2 * MB
     assert progress.eta_seconds == (60 * MB + 5 * 2 * MB) / progress.bytes_per_second
     time[0] += METER_SECONDS + 1.0
-    assert sync_progress.progress() == SyncProgressLine(40 * MB, 100 * MB, 3, 0.0, 0, 5, None), (
-        "and nothing moves any more"
-    )
+    assert sync_progress.progress() == SyncStatus(40 * MB, 100 * MB, 3, 0.0, 0, 5, None), "and nothing moves any more"
     sync_progress.end()
     assert sync_progress.progress() is None and sync_progress.fetched_bytes == 40 * MB
 
