@@ -25,7 +25,9 @@ from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
 from node.config.peer_sources import apply_saved, load_peer
 from node.config.toml import ConfigError, plain
 from node.reporting.status import printable
-from node.session.shutdown import exit_on_signal
+from node.session.fatal import FatalPeerError
+from node.session.shutdown import exit_on_signal, run_peer
+from node.tasks.hf.settings import ModelError
 from node.tasks.name import HUGGING_FACE, is_own
 from node.ui.encoding import prepare_streams
 
@@ -148,13 +150,7 @@ def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
         lost = [option_name(key) for key in of_machine if SETTINGS[key].only_hf]
         if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
             raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
-        from node.session.fatal import FatalPeerError
-        from node.session.shutdown import run_peer
-
-        try:
-            return run_peer(config, run)
-        except FatalPeerError as error:
-            raise CommandError(str(error), error.code) from None
+        return run_peer(config, run)
 
 
 @contextmanager
@@ -251,7 +247,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
-    except ConfigError as error:
+    except FatalPeerError as error:
+        return _refused(str(error), error.code)
+    except (ConfigError, ModelError) as error:
         return _refused(str(error), 2)
     except typer.TyperException as error:
         text = error.format_message()

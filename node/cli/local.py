@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ import typer
 
 from node.cli import options
 from node.cli.remote import CommandError, PeerUnreachable, fetch
+from node.reporting.status import to_json
+from node.tasks.hf.settings import HfSettings, ModelError
 
 if TYPE_CHECKING:
     from node.export.trained_model import TrainedModel
@@ -82,12 +85,8 @@ def export(
         raise CommandError("--bootstrap and --state-dir name different models: give one of them")
     trained = _fetched(bootstrap, model) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
-    from node.tasks.hf.settings import ModelError
 
-    try:
-        unchecked = exporting.export(trained, out, model, merge, check, str(template or ""))
-    except ModelError as error:
-        raise CommandError(str(error)) from None
+    unchecked = exporting.export(trained, out, model, merge, check, str(template or ""))
     told = f"wrote {out}: run {trained.manifest.run_id[:12]} after {trained.rounds[0]} rounds"
     print(told + (f"; it was not loaded again to compare ({unchecked})" if unchecked else ""), file=sys.stderr)
     return 0
@@ -112,14 +111,10 @@ def generate(
         raise CommandError("--temperature must be a number from 0 to 100")
     trained = _trained(state_dir)
     from node.export.fine_tuned import write
-    from node.tasks.hf.settings import ModelError
 
-    try:
-        text, other = prompt.encode(errors="surrogateescape"), str(template or "")
-        for piece in write(trained, text, tokens, temperature, seed, model, other):
-            print(piece, end="", flush=True)
-    except ModelError as error:
-        raise CommandError(str(error)) from None
+    text, other = prompt.encode(errors="surrogateescape"), str(template or "")
+    for piece in write(trained, text, tokens, temperature, seed, model, other):
+        print(piece, end="", flush=True)
     print()
     return 0
 
@@ -143,14 +138,9 @@ def evaluate(
     """Measure the loss of a fine-tuned model (task hf), and that of its base, on texts that it was not trained on."""
     trained = _trained(state_dir)
     from node.export.fine_tuned import load_fine_tuned
-    from node.reporting.status import to_json
-    from node.tasks.hf.settings import ModelError
 
-    try:
-        tuned = load_fine_tuned(trained, model, str(template or ""))
-        rows = tuned.rows(data, (state_dir or _state_dirs())[0] / "held-out.bin")
-    except ModelError as error:
-        raise CommandError(str(error)) from None
+    tuned = load_fine_tuned(trained, model, str(template or ""))
+    rows = tuned.rows(data, (state_dir or _state_dirs())[0] / "held-out.bin")
     loss, base = tuned.losses(rows)
     if json:
         print(to_json({"loss": loss, "base_loss": base, "rows": len(rows), "rounds": trained.rounds[0]}))
@@ -180,10 +170,6 @@ def check(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Tokenise data for a model as the task hf does, and print how much there is, and what is masked."""
-    from dataclasses import asdict
-
-    from node.reporting.status import to_json
-    from node.tasks.hf.settings import HfSettings, ModelError
     from node.tasks.hf.task import check_data, guessed_format
 
     if model is None:
@@ -192,7 +178,7 @@ def check(
         kind = format or guessed_format(path)
         settings = HfSettings(context=context, rows=1, format=kind, pack=pack)  # type: ignore[arg-type]
         selection, counts, first = check_data(path, model, settings, str(template or ""))
-    except (ModelError, ValueError) as error:
+    except ValueError as error:  # a ModelError is one
         raise CommandError(str(error)) from None
     if json:
         files = {"files": len(selection.files), "bytes": selection.size, "left_out": selection.left_out}
@@ -212,7 +198,6 @@ def _fetched(addresses: Sequence[str], base: str | None) -> TrainedModel:
 def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:
     """Load the model of these state directories. A warning about it goes to stderr."""
     from node.export.trained_model import load_trained
-    from node.tasks.hf.settings import ModelError
 
     try:
         model = load_trained(state_dirs or _state_dirs())

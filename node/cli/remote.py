@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ from node.config.peer_config import SETTABLE, SETTINGS
 from node.config.peer_sources import load_peer
 from node.config.sizes import in_unit
 from node.reporting.status import Status, join_command, parse, printable, to_json, who_joins
+from node.session.fatal import FatalPeerError
+from node.tasks.hf.settings import ModelError
 
 ASK_SECONDS = 5.0
 MAX_ADDRESSES = 64
@@ -216,14 +219,20 @@ async def _only_running(deadline: float) -> Path:
 
 def _ask_remote(address: str) -> dict[str, Any]:
     require_address(address)
+    with _reaching():
+        from node.session.remote_queries import remote_status
+
+        return asyncio.run(remote_status(address))
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
     from node.network.daemon import DaemonError
     from node.runtime.identity import IdentityError
-    from node.session.fatal import FatalPeerError
-    from node.session.remote_queries import remote_status
 
     try:
-        return asyncio.run(remote_status(address))
-    except (FatalPeerError, DaemonError, IdentityError, OSError) as error:
+        yield
+    except (FatalPeerError, ModelError, DaemonError, IdentityError, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 
 
@@ -237,17 +246,11 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
         raise CommandError(f"{len(addresses)} addresses are too many: give at most {MAX_ADDRESSES} by --bootstrap")
     for address in addresses:
         require_address(address)
-    from node.network.daemon import DaemonError
-    from node.runtime.identity import IdentityError
-    from node.session.fatal import FatalPeerError
-    from node.session.remote_queries import fetch_model
-    from node.tasks.hf.settings import ModelError
+    with _reaching():
+        from node.session.remote_queries import fetch_model
 
-    try:
         say = lambda line: print(f"warning: {line}", file=sys.stderr)  # noqa: E731
         return asyncio.run(fetch_model(addresses, directory, say, base))
-    except (FatalPeerError, ModelError, DaemonError, IdentityError, OSError) as error:
-        raise PeerUnreachable(str(error)) from None
 
 
 def require_address(address: str) -> None:
