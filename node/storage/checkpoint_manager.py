@@ -31,7 +31,7 @@ from node.storage.checkpoint import (
     places,
     publish_checkpoint,
 )
-from node.training.process import WorkerError
+from node.training.remote import RemoteTrainer, WorkerError
 from protocols.aio import task_group
 from protocols.base import Compute, RoundKey
 from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, Snapshots, buffer_bytes
@@ -43,22 +43,6 @@ SMALL_BYTES = 1 << 20  # allowance for headers, the manifest and everything else
 SLOW_SECONDS = 2.0
 """A checkpoint is given up if the one before is not published after this wait. It had all the rounds since."""
 AGAIN_SECONDS = 600.0  # least time between two warnings while checkpoints keep failing
-
-
-class InnerStateSource(Protocol):
-    """The owner of the inner optimiser's state, and of the position in this peer's stream of data."""
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def carried(self) -> int: ...
-
-    @property
-    def threads(self) -> int: ...
-
-    async def save(self, path: Path) -> bool:
-        """Write the inner state to a file; False if there is none at the moment. Raises WorkerError."""
 
 
 class OuterStateSource(Protocol):
@@ -92,7 +76,7 @@ class CheckpointManager:
         every_rounds: int,
         limit_bytes: int,
         disk: Compute,
-        inner: InnerStateSource,
+        inner: RemoteTrainer,
         feedback: FeedbackSource | None = None,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
