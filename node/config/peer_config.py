@@ -246,8 +246,12 @@ class PeerConfig:
         metavar="SECONDS",
         option="--worker-timeout",
     )
-    precision: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "Precision of training.", more="auto is bfloat16 where that is faster, else float32.", metavar="NAME"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "Precision of training.",
+        more="auto is bfloat16 where that is faster, else float32. float16 is for GPUs that lack bfloat16; its loss is "
+        "scaled.",
+        metavar="NAME",
     )
     data: _Path | None = setting(
         None,

@@ -15,7 +15,7 @@ from node.tasks.hf.settings import HfValues
 from node.tasks.recipe import OptionValue, Recipe, require
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-PRECISIONS = ("auto", "float32", "bfloat16")
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The inner optimiser on flat vectors: AdamW, or Muon for hidden matrices and AdamW for the rest."""
+"""The inner optimiser on flat vectors: AdamW, or Muon for hidden matrices and AdamW for the rest. The loss scale."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from node.runtime.notes import warn
 from node.tasks.recipe import Recipe
 from node.training.muon import Muon
 from protocols.base import Layout, Vector
@@ -19,6 +20,15 @@ _INPUT_OR_OUTPUT = re.compile(
     r"(^|\.)(\w*emb(ed\w*)?|wte|wpe|shared|(lm_|embed_)?(head|out)|output(_layer)?|score)(\.\w+)?$"
 )
 """In the names of the matrices at a model's input and output."""
+
+LOSS_SCALE = "loss_scale"
+"""The name of `LossScale.state` in the saved state of the optimiser."""
+FIRST_SCALE, LEAST_SCALE, GROWTH_STEPS = 65536.0, 1.0, 2000
+"""The first and third are those of `torch.amp.GradScaler`. The scale stays at 1 or more: if gradients overflow without
+any scaling, the forward pass overflows, too, and a smaller scale does not mend that."""
+_MANY_TARGETS = 1 << 20  # of a first step, whose number is not known: at most a low scale, and no overflow
+SKIPPED_IN_A_ROW = 20
+"""After so many skipped steps the user is told; with a loss scale, as soon as it cannot be halved."""
 
 Included = Callable[[str, tuple[int, ...]], bool]
 
@@ -93,24 +103,68 @@ class _Trained:
             yield Moment(f"{name}{suffix}", self.shape if tensor.dim() else (), self.offset, tensor)
 
 
+class LossScale:
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2).
+
+    A step whose gradient is not finite halves the scale, and so many good steps in a row as `GROWTH_STEPS` double it.
+    """
+
+    def __init__(self, of_sum: bool = False) -> None:
+        self.state = torch.tensor([FIRST_SCALE, 0.0])  # the scale, and the good steps since it last changed
+        self._unit = _MANY_TARGETS if of_sum else 1
+
+    @property
+    def factor(self) -> float:
+        """By which the loss is multiplied, and the gradient is divided."""
+        return float(self.state[0]) / self._unit
+
+    def expect(self, divisor: int) -> None:
+        """The loss of the next step will be a sum over about so many targets, whose mean is to be scaled."""
+        self._unit = 1 << (divisor - 1).bit_length()  # a power of two, so that no bit of a gradient changes
+
+    @property
+    def is_least(self) -> bool:
+        return float(self.state[0]) <= LEAST_SCALE
+
+    def share(self, state: torch.Tensor) -> None:
+        """Keep the state in this tensor from now on, which may have that of an earlier worker."""
+        if not state[0]:
+            state.copy_(self.state)
+        self.state = state
+
+    def update(self, is_finite: bool) -> None:
+        scale, steps = self.state.tolist()
+        if not is_finite:
+            self.state[0], self.state[1] = max(LEAST_SCALE, scale / 2), 0
+        elif steps + 1 < GROWTH_STEPS:
+            self.state[1] = steps + 1
+        else:
+            self.state[0], self.state[1] = 2 * scale, 0
+
+
 class InnerOptimizer:
     """Clips the gradient, sets the recipe's learning rate, and takes the step of the recipe's optimiser.
 
     Muon's step is about the size of AdamW's (Liu et al. 2025, section 2.2), so both take the same learning rate.
     `vector` and `gradient` begin at element `low` of the layout's vector, and may end before it. With Muon, no matrix
-    may be divided. `total` returns the sum of a number over all that hold other parts.
+    may be divided. `total` returns the sum of a number over all that hold other parts. With a loss scale, the caller
+    multiplies the loss by its `factor`.
     """
 
     def __init__(
         self,
         layout: Layout,
         vector: Vector,
+        *,
         gradient: Vector,
         recipe: Recipe,
         low: int = 0,
         total: Callable[[float], float] = float,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._gradient, self._recipe, self._total = gradient, recipe, total
+        self._loss_scale = loss_scale
+        self._skipped, self._told = 0, False  # steps skipped in a row, and whether the user was told of these
         muon = recipe.inner_optimizer == "muon"
         decayed = spans(layout, is_decayed) if recipe.decay == "matrices" else []
         self._decayed = [vector[a - low : b - low] for _, a, b in _cut(decayed, low, low + len(vector))]
@@ -145,10 +199,14 @@ class InnerOptimizer:
 
     def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
         """Take the step along the gradients / `divisor`; False, and no change, if they are not finite."""
-        if divisor != 1:
-            self._gradient.div_(divisor)
+        whole: float = divisor
+        if self._loss_scale:
+            whole *= self._loss_scale.factor
+            self._loss_scale.expect(divisor)
+        if whole != 1:
+            self._gradient.div_(whole)
         norm = self._norm()
-        if not math.isfinite(norm):
+        if not self._is_usable(norm):
             return False
         self._gradient.mul_(min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
         rate = self._rate(round_number, step)
@@ -163,11 +221,32 @@ class InnerOptimizer:
         norm = float(torch.linalg.vector_norm(self._gradient))
         return norm if self._total is float else math.sqrt(self._total(norm * norm))
 
+    def _is_usable(self, norm: float) -> bool:
+        """Whether the gradient is finite. If it is not, and this will hardly change, the user is told once."""
+        scale, is_finite = self._loss_scale, math.isfinite(norm)
+        if is_finite:
+            self._skipped = 0
+            self._told &= scale is not None and scale.is_least
+        else:
+            self._skipped += 1
+            if not self._told and (scale.is_least if scale else self._skipped == SKIPPED_IN_A_ROW):
+                self._told = True
+                warn(_standstill(self._skipped, scale is not None))
+        if scale:
+            scale.update(is_finite)
+        return is_finite
+
     def placed_moments(self, make: bool = False) -> list[Moment]:
-        return [moment for each in self._trained for moment in each.moments(make)]
+        found = [moment for each in self._trained for moment in each.moments(make)]
+        if found and self._loss_scale:
+            found.append(Moment(LOSS_SCALE, (2,), 0, self._loss_scale.state))
+        return found
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """AdamW's `exp_avg`, `exp_avg_sq`, `step`, Muon's `momentum_buffer`; of several parameters `exp_avg.0`, …."""
+        """AdamW's `exp_avg`, `exp_avg_sq`, `step`, Muon's `momentum_buffer`; of several parameters `exp_avg.0`, ….
+
+        After the first step, also the state of the loss scale, if there is one.
+        """
         return {each.name: each.tensor for each in self.placed_moments(make)}
 
     def _rate(self, round_number: int, step: int) -> float:
@@ -181,6 +260,14 @@ def _cut(runs: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[tuple
     for number, (begin, end) in enumerate(runs):
         if max(begin, low) < min(end, high):
             yield number, max(begin, low), min(end, high)
+
+
+def _standstill(skipped: int, is_float16: bool) -> str:
+    steps = f"{skipped} training steps in a row were" if skipped > 1 else "a training step was"
+    start = f"{steps} left out, because the gradient is not finite"
+    if is_float16:
+        return f"{start} in float16, even without loss scaling: try --precision bfloat16 or float32"
+    return f"{start}: is the learning rate too high, or is something in the data not a number?"
 
 
 def _own_decay(recipe: Recipe) -> float:

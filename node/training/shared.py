@@ -1,6 +1,6 @@
 """Vectors that a peer and its worker share: one unnamed file, mapped by both.
 
-    one page    counters; both sides read them at any time, and one side writes each
+    one page    counters; both sides read them at any time, and one side writes each; the state of the loss scale
     local       the local parameters
     anchor      the outer parameters
 
@@ -18,7 +18,7 @@ import torch
 
 from protocols.base import Vector
 
-_PAGE_BYTES = 4096
+_PAGE_BYTES, _SCALE_AT = 4096, 2048
 _ATTENTION, _STEPS, _POSITION, _THREADS, _WAITS = range(5)
 
 
@@ -41,6 +41,7 @@ class Shared:
         memory = mmap.mmap(descriptor, total)
         self._numbers = memoryview(memory)[:_PAGE_BYTES].cast("q")
         vectors = torch.frombuffer(memory, dtype=torch.float32, count=2 * elements, offset=_PAGE_BYTES)
+        self.loss_scale = torch.frombuffer(memory, dtype=torch.float32, count=2, offset=_SCALE_AT)  # 0, 0: not known
         self.local: Vector = vectors[:elements]
         self.anchor: Vector = vectors[elements:]
 

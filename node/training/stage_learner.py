@@ -124,7 +124,7 @@ class StageLearner:
         self.position = 0
         self._task, self._codec, self._seed = task, codec, seed
         self._device = flat.vector.device
-        self._optimizer = InnerOptimizer(flat.layout, flat.vector, flat.gradient, recipe)
+        self._optimizer = InnerOptimizer(flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe)
         self._accumulated = _Accumulated()
 
     # -- jobs ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from node.runtime.notes import warn
 from node.tasks.gpt_presets import Preset
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.tasks.paced_stage import SIZES, PacedStage, WrongWeights
@@ -67,6 +68,8 @@ def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     codec = codec_of(spec)
     assert isinstance(values, GptValues) and codec
     device = device_of(spec.device)
+    if spec.precision in ("bfloat16", "float16") and not resume:
+        warn(f"a stage computes in float32: --precision {spec.precision} is ignored")
     preset, partition = Preset(values.shape, values.rows, spec.recipe), Partition((), stage.bounds)
     text = load(spec.data, spec.held_out, spec.given_data(resume)) if stage.number == 0 else None
     task = GptStageTask(preset, partition, stage.number, spec.weights_seed, text)

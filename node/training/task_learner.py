@@ -16,7 +16,7 @@ from node.tasks.bystanders import Bystanders
 from node.tasks.extra import ExtraTensors
 from node.tasks.flat import flatten_parameters
 from node.tasks.recipe import Recipe
-from node.training.inner_optimizer import InnerOptimizer, matrices
+from node.training.inner_optimizer import InnerOptimizer, LossScale, matrices
 from protocols.base import Layout, Vector
 
 
@@ -31,8 +31,8 @@ class TaskLearner:
     """Train a task's module by the recipe's optimiser, with warm-up, cosine decay and gradient clipping.
 
     If the recipe takes the mean over tokens, the module is in eval mode while it is evaluated, and else in train mode.
-    `autocast` is the dtype of a step's forward pass; parameters, optimiser and evaluation are always float32. Raises
-    `ValueError` for Muon and a module without hidden matrices.
+    `autocast` is the dtype of a step's forward pass; parameters, optimiser and evaluation are always float32. With
+    float16 the loss is scaled. Raises `ValueError` for Muon and a module without hidden matrices.
     """
 
     def __init__(
@@ -61,7 +61,10 @@ class TaskLearner:
             task.module.train()  # all of it: parts may be in eval mode while the module itself is not
         if recipe.inner_optimizer == "muon" and not matrices(flat.layout):
             raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
-        self._optimizer = InnerOptimizer(flat.layout, flat.vector, flat.gradient, recipe)
+        self.loss_scale = LossScale(self._by_token) if autocast == torch.float16 else None
+        self._optimizer = InnerOptimizer(
+            flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe, loss_scale=self.loss_scale
+        )
         self._precision = torch.autocast(self.vector.device.type, autocast, enabled=autocast is not None)
 
     def step(self, round_number: int, step: int) -> Step:
@@ -111,6 +114,8 @@ class TaskLearner:
             loss = self._task.loss(*batch)
         views.after_loss(is_first)
         share = loss * weight if self._by_token else loss * weight / self._recipe.batches
+        if self.loss_scale:
+            share = share * self.loss_scale.factor
         share.backward()  # type: ignore[no-untyped-call]
         views.after_backward()
         self._flat.collect()

@@ -43,6 +43,7 @@ from node.runtime.metrics import workers_here
 from node.tasks.spec import PacedValues, WorkerSpec
 from node.training.build import Job, build
 from node.training.failure import first_line, report, write_where_it_stands
+from node.training.inner_optimizer import LOSS_SCALE
 from node.training.shared import Shared
 from node.training.trainer import LocalTraining
 from node.training.tuning import ThreadTuner
@@ -82,6 +83,8 @@ class Worker:
         self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchor)
         self._take(0)
         job.learner.position = shared.position
+        if job.loss_scale:
+            job.loss_scale.share(shared.loss_scale)
         self._parent = os.getppid()
         plain = spec.stage is None and not isinstance(spec.values, PacedValues)
         measured = spec.threads == 0 and not self._apart and plain
@@ -162,8 +165,13 @@ class Worker:
 
     def do_load(self, path: str | None, position: int, threads: int) -> None:
         try:
-            if path is not None and tensors.names(Path(path)):
-                tensors.read(Path(path), self._job.learner.moments(make=True))
+            if path is not None and (names := tensors.names(Path(path))):
+                into = self._job.learner.moments(make=True)
+                if LOSS_SCALE in names:
+                    into.setdefault(LOSS_SCALE, torch.empty(2))  # the file was written in float16, and this is not
+                else:
+                    into.pop(LOSS_SCALE, None)  # or the other way round
+                tensors.read(Path(path), into)
         except (OSError, tensors.Unreadable) as error:
             raise CommandRejected(
                 f"the inner state cannot be read: {getattr(error, 'strerror', None) or error}"

@@ -130,7 +130,7 @@ def test_any_address_is_accepted_or_gives_one_line(address: str) -> None:
         ("device", "gpu", "must be 'auto', 'cpu', 'cuda' or 'mps', not 'gpu'"),
         ("threads", "many", 'must be "auto" or a whole number'),
         ("threads", 0, 'must be "auto" or a whole number'),
-        ("precision", "fp8", "must be 'auto', 'float32' or 'bfloat16'"),
+        ("precision", "fp8", "must be 'auto', 'float32', 'bfloat16' or 'float16'"),
         ("rounds", 0, "must be at least 1, not 0"),
         ("wait_for_peers", 33, "must be at most 32"),
         ("bandwidth_bytes_per_second", float("inf"), "must be"),

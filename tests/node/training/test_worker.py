@@ -82,7 +82,7 @@ def test_threads_are_divided_among_local_peers(monkeypatch: pytest.MonkeyPatch) 
     "change, message",
     [
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, mps, not 'tpu'"),
-        ({"precision": "int8"}, "precision must be one of auto, float32, bfloat16, not 'int8'"),
+        ({"precision": "int8"}, "precision must be one of auto, float32, bfloat16, float16, not 'int8'"),
         ({"threads": -1}, "threads must be a whole number, 0 or more, not -1"),
         ({"peers_here": 0}, "peers_here must be a whole number, at least 1, not 0"),
     ],
@@ -185,6 +185,25 @@ def test_device_with_memory_of_its_own_trains_the_same_bits(
     assert serve(memory, spec, TRAIN | {"carried": 7})[-1]["done"]["tokens"] == 7, "the next worker takes the vectors"
     assert mine.local.eq(0.5).all()
     os.close(whole)
+
+
+def test_loss_scale_outlives_worker_and_peer(memory: int, spec: WorkerSpec, tmp_path: Path) -> None:
+    float16, none = replace(spec, precision="float16"), {"do": "load", "path": None, "position": 0, "threads": 0}
+    saved = {each.precision: str(tmp_path / each.precision) for each in (float16, spec)}
+    loads = {precision: none | {"path": path} for precision, path in saved.items()}
+    serve(memory, float16, TRAIN)
+    mine = shared_with(memory, spec)
+    assert mine.loss_scale.tolist() == [65536, 4]
+    mine.loss_scale[0] = 8
+    serve(memory, float16, TRAIN | {"round": 1}, {"do": "save", "path": saved["float16"]})
+    assert mine.loss_scale.tolist() == [8, 8], "the former worker's"
+    serve(memory, spec, TRAIN, {"do": "save", "path": saved["auto"]})
+    for precision, scale in (("float16", [8, 12]), ("auto", [65536, 4])):
+        other = shared.create()
+        done, *_ = serve(other, float16, loads[precision], TRAIN)
+        assert done == {"done": None} and shared_with(other, spec).loss_scale.tolist() == scale
+        assert serve(other, spec, loads[precision]) == [{"done": None}], "which has no scale"
+        os.close(other)
 
 
 def test_measured_thread_counts_are_reused(memory: int, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,13 +173,14 @@ async def test_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
 
 
 async def test_worker_killed_during_training_is_replaced(spec: WorkerSpec, compute: ThreadCompute) -> None:
-    async with RemoteTrainer(spec, compute) as trainer:
+    async with RemoteTrainer(replace(spec, precision="float16"), compute) as trainer:
         anchor = torch.linspace(-0.1, 0.1, trainer.layout.sizes()[0])
         await trainer.write(anchor)
         before = await trainer.evaluate()
         training = Training(trainer)
         await training.until_tokens(640)
         pid, heard = trainer.pid, len(training.progress)
+        trainer._shared.loss_scale[0] = 512
         os.kill(pid, signal.SIGKILL)
         await until(lambda: trainer.pid is None)
         assert torch.equal(await vector(trainer), anchor)
@@ -190,6 +191,7 @@ async def test_worker_killed_during_training_is_replaced(spec: WorkerSpec, compu
         work = await training.end()
         assert work.norm == pytest.approx(float((await vector(trainer) - anchor).norm()), rel=1e-5)
         assert work.tokens // 32 < trainer._shared.steps <= trainer._shared.position, "no data is used twice"
+        assert trainer._shared.loss_scale[0] == 512, "the new worker has the loss scale of the old one"
         assert await trainer.evaluate() == before
 
 

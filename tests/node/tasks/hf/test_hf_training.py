@@ -63,7 +63,7 @@ def gradient(learner: TaskLearner) -> tuple[torch.Tensor, int]:
     """The mean gradient over the targets of the first step, and their number."""
     learner._task.module.train()
     learner._optimizer.clear()
-    _, counts = learner._accumulate()
+    counts = [each.count for each in learner._accumulate()]
     return learner._flat.gradient / sum(counts), sum(counts)
 
 
@@ -134,12 +134,17 @@ def test_checkpointing_changes_no_bit(made: Path, train: str) -> None:
     assert torch.equal(plain, gradient(learner)[0]) and len(calls) == 4, "two layers, each computed twice"
 
 
-def test_bfloat16_model_trains_with_float32_parameters(made: Path) -> None:
-    values = HfValues(HfSettings(context=64, train="full"), HfMachine(str(made / "qwen3")))
+@pytest.mark.parametrize(
+    "precision, train, frozen",
+    [("bfloat16", "full", set()), ("float16", "full", set()), ("float16", "lora", {torch.float16})],
+)
+def test_reduced_model_trains_float32_parameters(made: Path, precision: str, train: Any, frozen: object) -> None:
+    values = HfValues(HfSettings(context=64, train=train), HfMachine(str(made / "qwen3")))
     recipe = Recipe(10, 4, mean="token", decay="matrices", **RECIPE)  # type: ignore[arg-type]
-    spec = WorkerSpec(values, recipe, 3, data=made / "story.txt", device="cpu", precision="bfloat16")
+    spec = WorkerSpec(values, recipe, 3, data=made / "story.txt", device="cpu", precision=precision)
     with torch.random.fork_rng():
-        learner = build(spec, torch.empty, False).learner
+        learner: Any = build(spec, torch.empty, False).learner
+    assert {each.dtype for each in learner._task.module.parameters() if not each.requires_grad} == frozen
     before = learner.evaluate()
     for step in range(12):
         learner.step(0, step)
