@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from node.outer.activity import Activity, ActivitySwitch
+from node.outer.error_feedback import ErrorFeedback
 from node.outer.round_history import RoundHistory
 from node.outer.state import OuterState
 from node.reporting.report import LapTimer, RoundReport, TrainingDelta
@@ -60,6 +61,7 @@ class OuterLoop(ABC):
     SHARES_ANCHOR: ClassVar[bool] = True
     """Whether all peers measure their work from one state."""
     chain: RoundHistory
+    feedback: ErrorFeedback | None = None
 
     def __init__(
         self,
@@ -253,7 +255,8 @@ class OuterLoop(ABC):
         work = replace(work, leaving=self._departs, resting=self.activity.pauses)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self._last_round and work.complete):
             work = replace(work, complete=True, leaving=True, resting=False)
-        return replace(work, state_root=state_root)
+        work = replace(work, state_root=state_root)
+        return self.feedback.offered(work) if self.feedback else work
 
     def _learn_limit(self, watch: LapTimer) -> None:
         self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())

@@ -19,7 +19,6 @@ from node.storage.checkpoint_manager import CheckpointManager
 from protocols.base import (
     Averager,
     AveragingResult,
-    AveragingSession,
     Deadline,
     LocalProgress,
     Outcome,
@@ -133,33 +132,22 @@ class ReplicatedOuterLoop(OuterLoop):
             due = replace(head.key, round=self.chain.trained)
             work, offers = await self._train(session, due, head.state_root, surplus)
             watch.lap("train")
-            mean, work = await self._average(session, work, head.state_root)
+            self._show_progress("averaging", work)
+            if diverged(work):  # start again from the anchor, and contribute nothing
+                await self.trainer.write(self.anchor)
+            await self.trainer.read(self._delta)
+            cost_bytes = 4 * len(self.anchor)
+            await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
+            sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
+            work = self._offered(work, head.state_root)
+            mean = await session.average([sent], work, [self._mean])
+            self._offer_again = lambda: None
             watch.lap("average")
         done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step=offers[:2] == [0, work.tokens])
         # a round that ran into its limit must not raise it, nor one in which all members rested
         if mean.outcome is Outcome.COMMITTED and not self._rested:
             self._learn_limit(watch)
         return self._report(done)
-
-    async def _average(
-        self, session: AveragingSession, work: LocalProgress, state_root: bytes
-    ) -> tuple[AveragingResult, LocalProgress]:
-        """Receive the members' mean of the pseudo-gradients into `_mean`. Also returns the work as it was offered."""
-        self._show_progress("averaging", work)
-        if diverged(work):  # start again from the anchor, and contribute nothing
-            await self.trainer.write(self.anchor)
-        await self.trainer.read(self._delta)
-        cost_bytes = 4 * len(self.anchor)
-        await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
-        sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
-        work = self._offered(work, state_root)
-        mean = await session.average([sent], work, [self._mean])
-        self._offer_again = lambda: None
-        return mean, work
-
-    def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
-        offered = super()._offered(work, state_root)
-        return self.feedback.offered(offered) if self.feedback else offered
 
     async def _step(self, done: RoundResult, one_step: bool) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.

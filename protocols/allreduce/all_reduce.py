@@ -437,9 +437,16 @@ async def contribute(task: DataPhase, part: int, stream: Stream, again: bool = F
     """Send this member's contribution to one part to its reducer, and receive the reduced part; only receive if
     `again`.
     """
+    held, peers = task.part(part), task.resolved.peers
     await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.format.codec.name))
-    receiving = _receive_part(task, part, stream)
-    return await receiving if again else await run_with_helper(receiving, _send_part(task, part, stream))
+    receiving = receive_reduced(stream, held, task.compute, task.into, (1 << len(peers)) - 1, task.progress)
+    done = await (receiving if again else run_with_helper(receiving, _send_part(task, part, stream)))
+    if (done.part, done.result) != (part, held.result) or done.reducer >= len(peers):
+        raise BadPayload("a part whose digest is not that of its chunks")
+    if not task.signer.verify(peers[done.reducer], task.message(done), done.signature):
+        raise BadPayload("a part with a forged signature")
+    held.done = done
+    return held
 
 
 async def _send_part(task: DataPhase, part: int, stream: Stream) -> None:
@@ -449,14 +456,3 @@ async def _send_part(task: DataPhase, part: int, stream: Stream) -> None:
     # the receiving side raises.
     with suppress(PeerSilent):
         await send_vector(stream, task.contribution(part), task.mine, task.compute)
-
-
-async def _receive_part(task: DataPhase, part: int, stream: Stream) -> ReducedPart:
-    held, peers = task.part(part), task.resolved.peers
-    done = await receive_reduced(stream, held, task.compute, task.into, (1 << len(peers)) - 1, task.progress)
-    if (done.part, done.result) != (part, held.result) or done.reducer >= len(peers):
-        raise BadPayload("a part whose digest is not that of its chunks")
-    if not task.signer.verify(peers[done.reducer], task.message(done), done.signature):
-        raise BadPayload("a part with a forged signature")
-    held.done = done
-    return held

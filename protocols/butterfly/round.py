@@ -35,7 +35,7 @@ from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
 from protocols.butterfly.call import Resting, RoundStart
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
-from protocols.consensus.messages import Certificate, VoteMessage
+from protocols.consensus.messages import VoteMessage
 from protocols.consensus.record import Record
 from protocols.consensus.vote_tally import max_admitted, min_retained
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
@@ -146,20 +146,12 @@ class Round:
         self, group: asyncio.TaskGroup, resolved: ResolvedPlan, mine: VectorView, into: VectorView
     ) -> None:
         """Begin the data phase of a plan, or continue it under another version of that plan."""
-        exchange = self.exchange_of(resolved.digest)
-        if exchange is None:
-            if self._running:
-                self._running.cancel()
-            exchange = self._begin_data_phase(resolved, mine, into)
-            self._running = group.create_task(exchange.run())
-        exchange.assign(resolved)
-
-    def _begin_data_phase(self, resolved: ResolvedPlan, mine: VectorView, into: VectorView) -> AllReduce:
-        vote, cache, lineage = self.vote, self._part_cache, self.head.key.lineage
-        vote.phase_seconds = resolved.phase_seconds
-        bound = [value.record for value in (vote.paxos.accepted, vote.paxos.forked) if value]
-        cache.retain(lineage, {part.digest for record in bound for part in record.parts})
-        patience_seconds = vote.patience_seconds
+        if exchange := self.exchange_of(resolved.digest):
+            return exchange.assign(resolved)
+        if self._running:
+            self._running.cancel()
+        self.vote.begin_data_phase(resolved)
+        patience_seconds = self.vote.patience_seconds
         task = DataPhase(
             key=self.head.key,
             resolved=resolved,
@@ -172,30 +164,24 @@ class Round:
             silent=max(loop_time(), self.call.cut_at) + patience_seconds,
             patience_seconds=patience_seconds,
             deadline=self.call.data_phase_until(),
-            progress=vote.moved,
+            progress=self.vote.moved,
         )
         self.exchange = exchange = AllReduce(self.host, self.accounting, task, self._on_exchange)
         live = self.live_peers()
         for peer in resolved.peers:
             if peer not in live and peer != self.me.peer:
                 exchange.lose(peer, "gone")
-        cache.gate.close(task.deadline)
-        vote.report_parts(resolved.digest, cache.of(lineage))
-        return exchange
+        self._part_cache.gate.close(task.deadline)
+        self._running = group.create_task(exchange.run())
 
     def _on_exchange(self, part: ReducedPart | None) -> None:
         exchange, vote = self.exchange, self.vote
         assert exchange is not None
         if part:
-            self._keep(part, part.done if part.chunks else None)
+            vote.keep(part, part.done if part.chunks else None)
         vote.progress()
         for peer in exchange.take_silent():
             vote.suspect(peer)
-
-    def _keep(self, part: ReducedPart, done: wire.PartDone | None = None) -> None:
-        assert part.result is not None
-        self._part_cache.put(self.head.key.lineage, part)
-        self.vote.report_part(part.result.digest, done)
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
         """Serve a member's data stream. Raises PeerSilent if the data phase of its plan does not begin here in time."""
@@ -242,7 +228,7 @@ class Round:
             if held:
                 self._blame_double_signer(index, held)
         if held:
-            self._keep(held)
+            self.vote.keep(held)
         return held
 
     async def _await_own_part(self, record: Record, index: int) -> None:
@@ -316,7 +302,16 @@ class Round:
             self.accounting.name(self.me.peer, "this peer has another state than the decided one")
         if parts is None or not await self._decode(parts, into):
             return AveragingResult(Outcome.SUPERSEDED)
-        return self._decided(certificate, record)
+        resolved = self.call.resolved
+        resolved = resolved if resolved and resolved.digest == record.plan else None
+        return AveragingResult(
+            Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
+            record=record,
+            certificate=certificate,
+            contributions=records.contributions(record.peers, record.parts),
+            weights=dict(zip(resolved.peers, resolved.weights, strict=True)) if resolved and record.averaged else {},
+            blamed=resolved.clamped if resolved else (),
+        )
 
     async def _decode(self, parts: Sequence[ReducedPart], into: VectorView) -> bool:
         exchange = self.exchange
@@ -328,18 +323,6 @@ class Round:
             except BadPayload:
                 return False
         return True
-
-    def _decided(self, certificate: Certificate, record: Record) -> AveragingResult:
-        resolved = self.call.resolved
-        resolved = resolved if resolved and resolved.digest == record.plan else None
-        return AveragingResult(
-            Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
-            record=record,
-            certificate=certificate,
-            contributions=records.contributions(record.peers, record.parts),
-            weights=dict(zip(resolved.peers, resolved.weights, strict=True)) if resolved and record.averaged else {},
-            blamed=resolved.clamped if resolved else (),
-        )
 
     # -- beside training and averaging --------------------------------------------------------------------------------
 
@@ -412,22 +395,19 @@ class Round:
                 self.vote.leaving |= self.call.leaving()
             case Resting():
                 self.call.on_resting(peer, message)
-            case wire.Plan():
-                self._on_plan(peer, message)
+            case wire.Plan(_, ballot):
+                if peer != self.vote.tally.coordinator(ballot):
+                    raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {ballot}")
+                if ballot == self.vote.paxos.promised:
+                    self.call.on_plan(message)
+                    self.vote.progress()
+                    self.vote.moved(max(self.call.cut_at, loop_time()))
                 self.vote.leaving |= self.call.leaving()
             case wire.AdmissionRequest(_, member, root):
                 self._on_admission_request(peer, member, root)
             case VoteMessage():
                 self.vote.receive(peer, message)
                 self.call.led_by(self.vote.tally.coordinator(self.vote.paxos.promised))
-
-    def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
-        if peer != self.vote.tally.coordinator(plan.ballot):
-            raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {plan.ballot}")
-        if plan.ballot == self.vote.paxos.promised:
-            self.call.on_plan(plan)
-            self.vote.progress()
-            self.vote.moved(max(self.call.cut_at, loop_time()))
 
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:

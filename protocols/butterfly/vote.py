@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from protocols.aio import Notifier, loop_time
+from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, ResolvedPlan
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId
 from protocols.blobs.parts import PartCache
@@ -221,11 +222,19 @@ class RoundVote:
         self.leading = None
         self._act(self.paxos.chosen(ballot, records.encode(record)))
 
-    def report_parts(self, plan: bytes, digests: Collection[bytes]) -> None:
-        self._act(self.paxos.report_parts(plan, (), digests))
+    def begin_data_phase(self, resolved: ResolvedPlan) -> None:
+        """Expect the parts of a plan. Of the parts held, those of the records that this member accepted are kept."""
+        self.phase_seconds = resolved.phase_seconds
+        bound = [value.record for value in (self.paxos.accepted, self.paxos.forked) if value]
+        lineage = self.head.key.lineage
+        self._part_cache.retain(lineage, {part.digest for record in bound for part in record.parts})
+        self._act(self.paxos.report_parts(resolved.digest, (), self._part_cache.of(lineage)))
 
-    def report_part(self, digest: bytes, done: PartDone | None = None) -> None:
-        self._act(self.paxos.report_part(digest, done))
+    def keep(self, part: ReducedPart, done: PartDone | None = None) -> None:
+        """Keep a sealed part, which the vote may wait for; `done` as its reducer signed it, if the plan is present."""
+        assert part.result is not None
+        self._part_cache.put(self.head.key.lineage, part)
+        self._act(self.paxos.report_part(part.result.digest, done))
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -241,7 +250,8 @@ class RoundVote:
     def _follow(self, instruction: Instruction) -> None:
         match instruction:
             case Send(to, message):
-                self._send(to, message)
+                for peer in to:
+                    self._post.send(peer, message)
             case SetTimer(ballot, factor):
                 self._arm(ballot, factor)
             case ProposalNeeded(ballot, promises):
@@ -250,15 +260,12 @@ class RoundVote:
                 self.proposed, self.wanted = record, parts
             case Decided(certificate):
                 self.stop()
-                self._send(self.observers, certificate)
+                for peer in self.observers:
+                    self._post.send(peer, certificate)
             case ConflictingCertificate():
                 self._on_rival(self._sender)
             case ReportFault(peer, why):
                 self._accounting.name(peer, f"refused: {why}")
-
-    def _send(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
-        for peer in peers:
-            self._post.send(peer, message)
 
     def _arm(self, ballot: int, factor: int) -> None:
         if self._timer:

@@ -271,7 +271,9 @@ class ControlChannel:
             while not self._stopping and loop.time() < self._deadline:
                 began = loop.time()
                 try:
-                    return await self._stream(peer, outbox)
+                    async with self._endpoint.open(peer, self._method, self._deadline) as stream:
+                        self.round_trip_seconds[peer] = loop.time() - began
+                        return await run_with_helper(self._feed(outbox, stream), _watch(stream))
                 except PeerGone:
                     self.on_gone(peer)
                 except BadPayload:
@@ -285,12 +287,6 @@ class ControlChannel:
         finally:
             outbox.again()
             outbox.task, outbox.idle = None, False
-
-    async def _stream(self, peer: PeerId, outbox: _Outbox) -> None:
-        began = asyncio.get_running_loop().time()
-        async with self._endpoint.open(peer, self._method, self._deadline) as stream:
-            self.round_trip_seconds[peer] = asyncio.get_running_loop().time() - began
-            await run_with_helper(self._feed(outbox, stream), _watch(stream))
 
     async def _feed(self, outbox: _Outbox, stream: Stream) -> None:
         while not self._stopping:

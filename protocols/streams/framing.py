@@ -71,9 +71,10 @@ class FramedStream:
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         packed = wire.encode(header)
         async with self._bounded("sending"):
-            await self._write(len(packed).to_bytes(_LENGTH_BYTES, "big") + packed)
-            if len(payload):
-                await self._write(payload)
+            for data in (len(packed).to_bytes(_LENGTH_BYTES, "big") + packed, payload):
+                if len(data):
+                    await self._pipe.write(data)
+                    self.bytes_sent += len(data)
 
     async def receive(self, limit: int) -> Header:
         async with self._bounded("receiving"):
@@ -89,10 +90,6 @@ class FramedStream:
     async def receive_into(self, buffer: memoryview) -> None:
         async with self._bounded("receiving"):
             await self._read_into(buffer)
-
-    async def _write(self, data: Buffer) -> None:
-        await self._pipe.write(data)
-        self.bytes_sent += len(data)
 
     async def _read_into(self, buffer: memoryview) -> None:
         await self._pipe.read_into(buffer)

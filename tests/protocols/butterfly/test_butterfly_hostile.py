@@ -224,11 +224,10 @@ async def test_fork_keeps_part_locations_of_accepted_mean(group: ButterflyGroup)
     )
 
     async def accepts(session: Round) -> None:
-        session.vote.report_parts(bytes(32), group.averagers[ours].part_cache.of(head.key.lineage))
+        session.vote.keep(held)
         session.vote.receive(proposer, Propose(head.key, Member(proposer), 0, records.encode(mean)))
         assert session.vote.paxos.accepted
 
-    group.averagers[ours].part_cache.put(head.key.lineage, held)
     for peer in group.peers:
         if peer not in (ours, theirs):
             network.kill(peer)

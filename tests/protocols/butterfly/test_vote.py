@@ -32,7 +32,7 @@ ROSTER = tuple(Member(f"p{index}") for index in range(3))
 HEAD = genesis(RUN, "run", ROSTER, bytes(32))
 ORDER = coordinators(HEAD.key.lineage, ROSTER)
 POST: Any = SimpleNamespace(send=lambda *_: None, round_trip_seconds={})
-NO_PARTS: Any = SimpleNamespace(get=lambda digest: None)
+NO_PARTS: Any = SimpleNamespace(get=lambda digest: None, put=lambda lineage, part: None)
 
 
 def vote_of(me: Member) -> RoundVote:
@@ -50,6 +50,10 @@ def vote_of(me: Member) -> RoundVote:
 
 def on_virtual_time(test: Callable[[], Any]) -> None:
     simloop.run(test())
+
+
+def part(digest: bytes) -> Any:
+    return SimpleNamespace(result=PartDigest(digest, ()))
 
 
 def proposal(digest: bytes) -> Record:
@@ -76,9 +80,9 @@ def test_vote_waits_for_the_parts_of_the_latest_proposal() -> None:
             data = records.encode(proposal(digest))
             vote.receive(ORDER[ballot], Propose(HEAD.key, Member(ORDER[ballot]), ballot, data))
             assert (vote.wanted, vote.proposed) == ((digest,), data)
-        vote.report_part(b"a" * 32)
+        vote.keep(part(b"a" * 32))
         assert vote.paxos.accepted is None
-        vote.report_part(b"b" * 32)
+        vote.keep(part(b"b" * 32))
         assert vote.paxos.accepted and vote.paxos.accepted.data == data
 
     on_virtual_time(test)
