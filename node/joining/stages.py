@@ -153,9 +153,7 @@ class StageAssigner:
         self._lock = asyncio.Lock()
 
     async def assign(self, peer: PeerId, request: WantStage) -> StageReply | StageRejected:
-        """The answer to a request from `peer`, which may pass on another's. `NO_STAGE` changes nothing, and is not
-        passed on.
-        """
+        """Answer `peer`, which may pass on another's request. `NO_STAGE` changes nothing, and is not passed on."""
         live = {member.peer for member in self._membership.live()}
         if request.sender.peer != peer and peer not in live:
             raise BadPayload(f"asks for a stage in the name of {request.sender.peer}")

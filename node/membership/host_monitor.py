@@ -91,9 +91,7 @@ class HostMonitor:
         self._looked = self._compared = 0.0
 
     def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> TimeJump | None:
-        """Returns what happened since the last tick; if that has a line, greet all peers again. `offsets` as for
-        `skew`.
-        """
+        """What happened since the last tick; if that has a line, greet all peers again. `offsets` as for `skew`."""
         gap = self._ticks.tick(now, self._wall.wall(), next_seconds)
         if gap is None and now - self._looked >= ADDRESSES_SECONDS:
             self._looked, gap = now, self._moved()

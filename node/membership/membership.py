@@ -100,9 +100,7 @@ class Membership:
         return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
-        """All known peers of this one's stage, the live ones first. Peers that are away serve only if there are no
-        others.
-        """
+        """All known peers of this one's stage, the live ones first. Peers that are away serve only as a last resort."""
         here = any(contact.here for contact in self._contacts)
         known = [contact for contact in self._contacts if not (here and contact.said.idle == Activity.AWAY)]
         found = [contact.peer for contact in sorted(known, key=lambda each: not each.live)]

@@ -254,9 +254,7 @@ class LibP2PTransport:
             raise kind(peer, f"cannot be reached: {cause}") from None
 
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
-        """The cause of a failed dial (`open` names no address); if p2pd reports only a backoff, that of the dial
-        before.
-        """
+        """Why a dial failed (`open` names no address); if p2pd reports only a backoff, that of the dial before."""
         causes = self._causes.get(peer, {})
         if why != BACKOFF:
             for each in {where, ""}:

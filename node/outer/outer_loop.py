@@ -197,9 +197,7 @@ class OuterLoop(ABC):
         self.activity.wake()
 
     async def stay_away(self, until: Callable[[], bool]) -> None:
-        """Be away until a condition holds or this peer leaves. If that was asked for, the worker ends after a
-        checkpoint.
-        """
+        """Be away until a condition holds or this peer leaves. If asked for, the worker ends, after a checkpoint."""
         activity = self.activity
         activity.released = False
         activity.tell(Activity.AWAY)

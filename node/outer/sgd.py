@@ -49,9 +49,7 @@ class OuterSGD:
         return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum, extra=self._extra)
 
     def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
-        """Apply one mean pseudo-gradient Δ to θ and m in place, piece by piece. Returns whether every new parameter is
-        finite.
-        """
+        """Apply a mean pseudo-gradient Δ to θ and m in place. Returns whether every new parameter is finite."""
         scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
         trained = len(anchor) - self._extra
         means = anchor[trained:].sub_(delta[trained:])

@@ -32,9 +32,7 @@ class OuterState:
         self.index = await self.compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
     async def step(self, delta: Vector, trained: int) -> bool:
-        """Step along a mean pseudo-gradient after `trained` training rounds. Returns whether all parameters are
-        finite.
-        """
+        """Step along a mean pseudo-gradient, after `trained` rounds. Returns whether all parameters are finite."""
         finite = await self.advance(delta, trained)
         await self.hash()
         return finite

@@ -43,9 +43,7 @@ def spool(directory: Path) -> Archive:
 
 
 def stored(path: Path) -> Iterator[bytes]:
-    """Yield the encoded certificates in a file, which may grow, oldest first, up to the first damaged one. Raises
-    OSError.
-    """
+    """Yield the encoded certificates of a file, which may grow, up to the first damaged one. Raises OSError."""
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             return

@@ -43,9 +43,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DataCursor:
-    """Position of a peer in its stream of data, in batches. The seed and the incarnation that started it name the
-    stream.
-    """
+    """Position in a peer's stream of data, in batches. The seed and the incarnation that started it name the stream."""
 
     seed: int
     incarnation: int

@@ -165,9 +165,7 @@ class StateDir:
         return [(file, past / file.name) for file in there]
 
     def quarantine(self, run_id: str, checkpoints: Collection[Path]) -> Path:
-        """Move checkpoints and a copy of the present chain to a directory of their own, and return its path. Raises
-        OSError.
-        """
+        """Move checkpoints, and a copy of the present chain, to a new directory; returns its path. Raises OSError."""
         past = self._past(f"{run_id[:16]}-unused")
         if self.certificates.exists():
             shutil.copyfile(self.certificates, past / self.certificates.name)

@@ -29,9 +29,7 @@ class WrongWeights(RuntimeError):
 
 
 class PacedStage(Paced):
-    """A stage that moves as `Paced`; `tokens` are of one microbatch, `me` names the replica in its present
-    incarnation.
-    """
+    """Moves as `Paced`; `tokens` are of one microbatch, `me` names the replica in its present incarnation."""
 
     def __init__(
         self,

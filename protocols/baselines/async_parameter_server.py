@@ -105,9 +105,7 @@ class DelayedNesterov:
 
 
 class AsyncParameterServer:
-    """`protocols.base.IndependentAverager`. If the server has a (delayed) momentum, the peers' outer steps must have
-    none.
-    """
+    """`protocols.base.IndependentAverager`. If the server has a (delayed) momentum, outer steps must have none."""
 
     def __init__(self, host: Host, settings: Settings, momentum: float = 0.0) -> None:
         self.host, self.settings, self.endpoint = host, settings, ProtocolEndpoint(host, settings)
@@ -145,9 +143,7 @@ class AsyncParameterServer:
         return self._served
 
     def step_down(self) -> None:
-        """This peer rests: it no longer names itself either, since two peers that return could wait for each other to
-        serve.
-        """
+        """Rest, and name itself no longer, since two peers that return could wait for each other to serve."""
         self.confirmed, self._chosen = False, ""
         self._served = None
 

@@ -44,9 +44,7 @@ class Moshpit:
     def __init__(
         self, host: Host, settings: Settings, most: int = GROUP_MOST, announce_limit: int = ANNOUNCE_TO_ALL_LIMIT
     ) -> None:
-        """All peers of a run have the same `most`, the largest group size. `announce_limit`: see
-        `ANNOUNCE_TO_ALL_LIMIT`.
-        """
+        """`most` is the largest group size, the same at all peers. `announce_limit`: see `ANNOUNCE_TO_ALL_LIMIT`."""
         self.host, self.settings = host, settings
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting

@@ -40,9 +40,7 @@ MAX_PLACES = 32
 
 @dataclass(frozen=True, slots=True, order=True)
 class Grid:
-    """A grid that peers use. `since` is the round in which a peer chose it, 0 if that was its first; the latest
-    prevails.
-    """
+    """A grid in use. `since` is the round in which a peer chose it, 0 if that was its first; the latest prevails."""
 
     since: int
     shape: GridShape

@@ -165,9 +165,7 @@ class PeerTracker:
     # -- what follows from it -----------------------------------------------------------------------------------------
 
     def present(self, round: int, now: float) -> list[PeerId]:
-        """The peers, this one included, that probably take part in a round: also those of the one before, or just in
-        sight.
-        """
+        """The peers, this one included, probably in a round: also those of the one before, or just in sight."""
         found = [self.me.peer]
         for peer, member in self.sight.items():
             announcement = self.announcement_of(peer)
@@ -218,9 +216,7 @@ class PeerTracker:
         return reliability.hurried == round
 
     def line(self, mine: PositionAnnouncement, axis: int) -> dict[PeerId, PositionAnnouncement]:
-        """The other peers that are in this peer's group along an axis, or may still come to it, if they do not
-        withhold parts.
-        """
+        """The others in this peer's group along an axis, or that may still come, if they do not withhold parts."""
         ours = line(mine.index, axis)
         return {
             each.sender.peer: each

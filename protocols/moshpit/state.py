@@ -94,9 +94,7 @@ class MoshpitState:
         return sorted({*live, *self.found} - {self.context.me.peer})
 
     def meet(self, peer: PeerId, lineage: bytes = b"") -> None:
-        """In a large swarm, talk to a peer from now on. `lineage` is that of a group that both come to, if there is
-        one.
-        """
+        """In a large swarm, talk to a peer from now on. `lineage` is that of a group that both come to, if any."""
         if self.sees_all or peer == self.context.me.peer:
             return
         self._read()

@@ -189,9 +189,7 @@ class StateSwap:
         self._theirs.part = ReducedPart(self._codec, 0, 0)
 
     def _mix(self, write: bool) -> float:
-        """Compute the move, apply it if `write`, and return its L2 norm. Separate operations: the bits are the same
-        everywhere.
-        """
+        """Compute the move, apply it if `write`; returns its L2 norm. Separate operations: the same bits everywhere."""
         theirs, buffer = self._theirs.part, self._theirs.part.chunk_buffer()
         squares = 0.0
         for index, low, high, (scratch, sent, half, mixed) in theirs.pieces(4):

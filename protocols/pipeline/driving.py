@@ -257,9 +257,7 @@ class _Lane:
     async def _call(
         self, stage: int, job: StageJob, lease: Lease | None, deadline: Deadline
     ) -> tuple[_Call, JobResult]:
-        """Ask one replica after the other. Raises `Abandoned` after too many failures, one that may count, or the
-        deadline.
-        """
+        """Ask replica after replica. `Abandoned`: too many failures, one that may count, or the deadline has passed."""
         router = self._router(stage, lease)
         for _ in range(MAX_FAILURES):
             call, began = await self._granted(stage, lease, deadline)

@@ -39,9 +39,7 @@ class ReplicaRouter:
         self._virtual_time = 0.0
 
     def choose(self, live: Sequence[PeerId], now: float) -> PeerId | None:
-        """The replica for the next call; None if there is none, or all of them are banned. After a ban it gets a
-        single call.
-        """
+        """The replica for the next call; None if there is none, or all are banned. After a ban it gets one call."""
         self._forget(live)
         usable = [peer for peer in sorted(live) if self._replica(peer).banned_until <= now]
         if not usable:

@@ -260,10 +260,7 @@ def guessed_format(path: Path) -> str:
 
 
 def check_data(path: Path, model: str, settings: HfSettings, template: str = "") -> tuple[Selection, RowCounts, str]:
-    """Prepare the data as a peer of the task does: its files, counts, and how the first document begins.
-
-    Targets are in brackets.
-    """
+    """Prepare the data as a peer does: files, counts, and the beginning of the first document, targets in brackets."""
     selection = select(path)
     folder = find_model(model, weights=False)
     tokenizer, is_chat = load_tokenizer(folder, template), settings.format == "chat"
