@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 """Errors of a full disk under stdout, and of a terminal that was closed."""
 
-OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")
-"""Options that describe a run to start."""
+OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")  # Options that describe a run to start
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(remote.app)

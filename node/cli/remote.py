@@ -24,8 +24,7 @@ from node.session.fatal import FatalPeerError
 from node.tasks.hf.settings import ModelError
 
 ASK_SECONDS = 5.0
-MAX_ADDRESSES = 64
-"""Addresses in one command: all of them are asked at the same time."""
+MAX_ADDRESSES = 64  # Addresses in one command: all of them are asked at the same time
 
 
 MAX_DAYS = 365

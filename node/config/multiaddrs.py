@@ -15,11 +15,9 @@ _PLACE = "/ip4/192.0.2.7/tcp/31337"
 _EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
 _CODEPOINT = re.compile(r"Codepoint U\+([0-9A-F]{4,6})")
 _NUMBER_AS_NAME = re.compile(r"/dns[46]?/(\d+\.\d+\.\d+\.\d+)/")
-ANY_PORT = re.compile("/(tcp|udp)/0(/|$)")
-"""In a multiaddr that leaves the choice of the port to the system."""
+ANY_PORT = re.compile("/(tcp|udp)/0(/|$)")  # In a multiaddr that leaves the choice of the port to the system
 _ANYWHERE = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/")
-FILE_SIGN = "@"
-"""Prefix in `bootstrap` of the path of a file that holds addresses."""
+FILE_SIGN = "@"  # Prefix in `bootstrap` of the path of a file that holds addresses
 
 
 def _multiaddr(address: str, example: str) -> str:

@@ -24,8 +24,7 @@ from node.machine.rules import WeeklyHours
 from protocols.base import MAX_STAGES
 from protocols.wire import MAX_ROSTER
 
-RUN, MACHINE, PAUSES, OUTPUT = "The run", "This machine", "Pauses", "Output"
-"""Sections of `join --help`."""
+RUN, MACHINE, PAUSES, OUTPUT = "The run", "This machine", "Pauses", "Output"  # Sections of `join --help`
 DEFAULT_NICE = 10
 DEFAULT_BANDWIDTH = 12.5e6
 

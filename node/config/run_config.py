@@ -46,10 +46,8 @@ from protocols.registry import (
 from protocols.wire import MAX_ROSTER
 
 MAX_STAGE_BATCHES = 64
-MAX_LEASED_BYTES = 1 << 30
-"""Of all microbatches that a replica holds at once, each with its input and a gradient."""
-STAGE_BATCHES = 8
-"""Microbatches of an inner step in the presets, with stages. The tokens of a step stay the same."""
+MAX_LEASED_BYTES = 1 << 30  # Of all microbatches that a replica holds at once, each with its input and a gradient
+STAGE_BATCHES = 8  # Microbatches of an inner step in the presets, with stages. The tokens of a step stay the same.
 _MIN_CHUNK_ELEMENTS = 1 << 10
 _PROTOCOL = "butterfly"
 

@@ -6,8 +6,7 @@ import re
 
 from node.config.toml import shown
 
-LEAST_RATE = 65_536.0
-"""Least cap in bytes per second. Peers do not wait for bulk data that comes at less."""
+LEAST_RATE = 65_536.0  # Least cap in bytes per second. Peers do not wait for bulk data that comes at less.
 LEAST_QUOTA = 1e8
 MOST_BYTES = 1e15
 PERIODS = ("day", "week", "month")

@@ -26,8 +26,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-BYTE_ORDER_MARKS = ("\ufeff", "\udcef\udcbb\udcbf")
-"""As text, and as Python reads it where variables are ASCII."""
+BYTE_ORDER_MARKS = ("\ufeff", "\udcef\udcbb\udcbf")  # As text, and as Python reads it where variables are ASCII
 
 
 def decoded(data: bytes, errors: str = "strict") -> str:
@@ -60,8 +59,7 @@ def in_quotes(value: str) -> str:
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MAX_BYTES = 1 << 16
-"""Largest size of a run file, a configuration or a manifest."""
+MAX_BYTES = 1 << 16  # Largest size of a run file, a configuration or a manifest
 _SHOWN = 60
 _LINE = 500
 _PLAIN = (

@@ -58,13 +58,11 @@ from protocols.sync.snapshot_download import StateUnavailable
 
 INCARNATION = 1
 PROOF_SECONDS = 30.0
-DOWNLOAD_SECONDS = 60.0
-"""For peers that send nothing. A download that makes progress has more time."""
+DOWNLOAD_SECONDS = 60.0  # For peers that send nothing. A download that makes progress has more time.
 MOST_ROUNDS_TRIED = 3
 SEARCH_SECONDS = 60.0
 ANSWER_SECONDS = 10.0  # for one peer: to be found by its id, and to answer
-RETRY_SECONDS = 1.0
-"""Pause before another round of asking. p2pd's DHT may not know the peers yet."""
+RETRY_SECONDS = 1.0  # Pause before another round of asking. p2pd's DHT may not know the peers yet.
 ATTEMPTS = 3
 MOST_TRIED = 8  # peers of each stage that are tried at most
 AT_ONCE = 16

@@ -20,10 +20,8 @@ import psutil
 from node.machine.rules import MachineReadings
 from node.runtime.child_process import ChildProcess
 
-DEFAULT_HIGH_CELSIUS = 90.0
-"""Limit of a sensor that names none, or one that no working machine has."""
-PLAUSIBLE_CELSIUS = (1.0, 119.0)
-"""Sensors that are not connected show values outside of these."""
+DEFAULT_HIGH_CELSIUS = 90.0  # Limit of a sensor that names none, or one that no working machine has
+PLAUSIBLE_CELSIUS = (1.0, 119.0)  # Sensors that are not connected show values outside of these
 LIMIT_CELSIUS = (60.0, 115.0)
 PRESSURE = Path("/proc/pressure/memory")
 _AVG10 = re.compile(r"^some avg10=([\d.]+)", re.MULTILINE)
@@ -155,8 +153,7 @@ _METERED = (
     "--system", "get-property", "org.freedesktop.NetworkManager", "/org/freedesktop/NetworkManager",
     "org.freedesktop.NetworkManager", "Metered",
 )  # fmt: skip
-_METERED_VALUES = {1: True, 2: False, 3: True, 4: False}
-"""NetworkManager's NMMetered: yes, no, and two guesses."""
+_METERED_VALUES = {1: True, 2: False, 3: True, 4: False}  # NetworkManager's NMMetered: yes, no, and two guesses
 _NUMBER = re.compile(r"^[utx] (\d{1,18})$")
 
 

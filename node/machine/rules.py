@@ -68,8 +68,7 @@ LEAST_MEMORY_BYTES, LEAST_MEMORY_SHARE = 300e6, 0.05
 """The memory rule holds if less than the larger of the two is available."""
 MEMORY_PRESSURE_PERCENT = 10.0
 """The memory rule holds if processes waited for memory for a larger share of the last ten seconds."""
-INPUT_SECONDS = 15.0
-"""A computer is in use if its keyboard or mouse moved within this time."""
+INPUT_SECONDS = 15.0  # A computer is in use if its keyboard or mouse moved within this time
 BUSY_SHARE = 0.25
 COOLER_CELSIUS = 5.0
 

@@ -27,8 +27,7 @@ from protocols.base import (
 WAIT_FLOOR_SECONDS, WAIT_LIMIT_SECONDS = 20.0, 600.0
 """Bounds of the wait for other peers to reach the end. Within them, the wait is this peer's last training time."""
 LOOK_SECONDS = 0.25
-SKETCH_SECONDS = 3.0
-"""Longest wait for the other peers' new sketches, which are sent with heartbeats."""
+SKETCH_SECONDS = 3.0  # Longest wait for the other peers' new sketches, which are sent with heartbeats
 
 
 @dataclass(slots=True)

@@ -35,8 +35,7 @@ from protocols.base import (
 from protocols.sync.snapshot import Snapshot
 from protocols.vectors.views import norm
 
-OfferCallback = Callable[[LocalProgress], LocalProgress]
-"""Returns the work as it is offered to other peers."""
+OfferCallback = Callable[[LocalProgress], LocalProgress]  # Returns the work as it is offered to other peers
 NOWHERE = "its own step led to parameters that are not finite: it is left out"
 NO_MEAN = "the mean is not finite: it keeps its own state"
 

@@ -43,8 +43,7 @@ FIRST_STEP_SECONDS = 2.0
 """Time that a leaving peer without any work waits for its first step, which it then contributes."""
 CATCH_UP_SECONDS = 120.0
 """Time to find out what was decided and to receive the first bytes. A transfer that makes progress may take longer."""
-PAUSE_SECONDS = 1.0
-"""Pause before the peer retries what came to nothing: peers that are ahead need time, too."""
+PAUSE_SECONDS = 1.0  # Pause before the peer retries what came to nothing: peers that are ahead need time, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ class RoundResult:
 
 
 class OuterLoop(ABC):
-    SHARES_ANCHOR: ClassVar[bool] = True
-    """Whether all peers measure their work from one state."""
+    SHARES_ANCHOR: ClassVar[bool] = True  # Whether all peers measure their work from one state
     chain: RoundHistory
     feedback: ErrorFeedback | None = None
 

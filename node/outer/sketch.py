@@ -25,8 +25,7 @@ Sketch: TypeAlias = tuple[float, ...]
 NUMBERS = 64
 PACKED_BYTES = 4 * NUMBERS
 _MOST = 1e30
-_PIECE = NUMBERS << 10
-"""Elements projected at a time."""
+_PIECE = NUMBERS << 10  # Elements projected at a time
 
 
 def sketch(vector: Vector, seed: bytes) -> Sketch:

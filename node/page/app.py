@@ -26,10 +26,8 @@ from node.ui.control import Command
 STATIC = Path(__file__).with_name("static")
 MAX_REQUEST_BYTES = 1024
 REQUEST_SECONDS = 2.0
-IDLE_SECONDS = 10.0
-"""A connection is dropped that has no request under way at such an interval."""
-STALLED_SECONDS = 20.0
-"""A reader that takes nothing for so long is dropped."""
+IDLE_SECONDS = 10.0  # A connection is dropped that has no request under way at such an interval
+STALLED_SECONDS = 20.0  # A reader that takes nothing for so long is dropped
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

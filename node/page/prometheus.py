@@ -22,8 +22,7 @@ MAX_PEER_LABELS = 64
 STATES = ("starting", "joining", "syncing", "training", "averaging", "waiting", "paused", "leaving", "finished")
 OUTCOMES = ("committed", "alone", "skipped", "undecided", "superseded", "fork")
 
-Samples = Iterable[tuple[Mapping[str, str], float]]
-"""(labels, value) pairs of one metric."""
+Samples = Iterable[tuple[Mapping[str, str], float]]  # (labels, value) pairs of one metric
 
 
 def metrics_text(

@@ -12,15 +12,12 @@ from typing import Any
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, printable
 
-MAX_EVENTS = 700
-"""Events kept for a reader that comes back after a pause."""
+MAX_EVENTS = 700  # Events kept for a reader that comes back after a pause
 MAX_LINES = 200
-MAX_POINTS = 2000
-"""Rounds kept for a plot; older ones are thinned out."""
+MAX_POINTS = 2000  # Rounds kept for a plot; older ones are thinned out
 QUEUE_EVENTS = 64
 MAX_SUBSCRIPTIONS = 16
-TEXT_SECONDS = 600.0
-"""Least time between two texts, and the time for which a reader's interest in one lasts."""
+TEXT_SECONDS = 600.0  # Least time between two texts, and the time for which a reader's interest in one lasts
 MAX_TEXT_CHARACTERS = 4000
 
 

@@ -17,12 +17,9 @@ from protocols.base import SyncStatus
 if TYPE_CHECKING:
     from node.reporting.report import RoundReport
 
-MAX_WORD = 512
-"""Most characters of a text that are shown; the rest is cut off."""
-MAX_NAME = 16
-"""Most characters of a nickname that are shown."""
-MAX_LISTED = 4096
-"""Most peers or addresses in one status."""
+MAX_WORD = 512  # Most characters of a text that are shown; the rest is cut off
+MAX_NAME = 16  # Most characters of a nickname that are shown
+MAX_LISTED = 4096  # Most peers or addresses in one status
 MAX_NUMBER = 1 << 63
 
 

@@ -143,8 +143,7 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 _ATTEMPTS = 20
-_PAUSE_SECONDS = 0.11
-"""The kernel accepts ten requests a second for session groups, from all users together."""
+_PAUSE_SECONDS = 0.11  # The kernel accepts ten requests a second for session groups, from all users together
 
 
 def stand_back(nice: int, sleep: Callable[[float], None]) -> None:

@@ -16,8 +16,7 @@ ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
 FIRST_SECONDS = 5.0
 MEET_SECONDS = 3.0
-SETTLE_SECONDS = 2.0
-"""Time after a suspend until the clock's offset and p2pd's addresses are known again."""
+SETTLE_SECONDS = 2.0  # Time after a suspend until the clock's offset and p2pd's addresses are known again
 SCOPE = "run"
 MAX_FOUND = 64
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-NO_WORKER = 3
-"""Exit code of a peer that left in good order because its worker could not be kept running."""
-NO_RESULT = 4
-"""Exit code of a peer that left in good order, but whose rounds or evaluations all came to nothing."""
-REPLACED = "the worker was replaced"
-"""How the line begins that a peer prints at its end if a worker died or hung."""
+NO_WORKER = 3  # Exit code of a peer that left in good order because its worker could not be kept running
+NO_RESULT = 4  # Exit code of a peer that left in good order, but whose rounds or evaluations all came to nothing
+REPLACED = "the worker was replaced"  # How the line begins that a peer prints at its end if a worker died or hung
 
 
 class FatalPeerError(Exception):

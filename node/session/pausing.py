@@ -31,12 +31,10 @@ log = logging.getLogger(__name__)
 FILE = "pause.json"
 REST_SECONDS, REST_ROUNDS = 600.0, 3
 """A pause that is to last longer than this, or that has lasted for more rounds, is an absence."""
-TICK_SECONDS = 1.0
-"""The wall clock is read that often: it jumps when the machine sleeps, or when its time is set."""
+TICK_SECONDS = 1.0  # The wall clock is read that often: it jumps when the machine sleeps, or when its time is set
 MAX_CAUSE = 100
 MAX_UNTIL = 1e11
-OVERRIDE_SECONDS = 3600.0
-"""Time for which a user's `resume` goes before the machine's wishes."""
+OVERRIDE_SECONDS = 3600.0  # Time for which a user's `resume` goes before the machine's wishes
 
 
 @dataclass(frozen=True, slots=True)

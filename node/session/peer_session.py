@@ -30,23 +30,19 @@ log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 7.0
 """Time that a peer has to finish its round after it was asked to leave. It then leaves without the round."""
-OBSERVER_SECONDS = 1.0
-"""The same for a peer outside the roster, which only has to say goodbye."""
+OBSERVER_SECONDS = 1.0  # The same for a peer outside the roster, which only has to say goodbye
 MAX_LAST_ROUNDS = 2
 """Further rounds that a leaving peer takes part in if it could not announce its leaving in time for an earlier one."""
 KEEP_BYTES = 1 << 30
 """A leaving peer writes a checkpoint only if its parameters are no larger: there is no time for more."""
-LINGER_SECONDS = 20.0
-"""Longest time that a peer stays after the last round, to serve it to peers that missed it."""
+LINGER_SECONDS = 20.0  # Longest time that a peer stays after the last round, to serve it to peers that missed it
 LAST_TEXT_SECONDS = 130.0
 """The same in a stage other than 0: peers of stage 0 evaluate the last round, and write a text, through all stages."""
-GOODBYE_SECONDS = 0.3
-"""Time for a goodbye to reach the others after the last round."""
+GOODBYE_SECONDS = 0.3  # Time for a goodbye to reach the others after the last round
 WAIT_SECONDS = 1.0
 SAMPLE_BYTES, SAMPLE_TEMPERATURE = 400, 0.7
 SHOWN_BYTES = 200
-_BYTES_PER_TOKEN = 4
-"""Of a task that chooses its prompt: its tokens are not bytes, and take longer."""
+_BYTES_PER_TOKEN = 4  # Of a task that chooses its prompt: its tokens are not bytes, and take longer
 MIN_ROUNDS, MIN_ROUNDS_OUTSIDE = 2, 10
 """A peer may join or leave in the middle of a single round, which then need not count. One that has just joined trains
 without being counted until it is admitted to the roster, which may take several short rounds."""

@@ -32,10 +32,8 @@ from protocols.pipeline.settings import MAX_REQUESTS, PipelineEvent, PipelineSet
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
 from protocols.streams.endpoint import ProtocolEndpoint
 
-LAST_DRIVER_SECONDS = 60.0
-"""A stage whose own rounds are over leaves if stage 0 has no live peer for this time."""
-EVALUATION_SECONDS = 60.0
-"""Longest time for an evaluation or a text: the next round must not wait for it."""
+LAST_DRIVER_SECONDS = 60.0  # A stage whose own rounds are over leaves if stage 0 has no live peer for this time
+EVALUATION_SECONDS = 60.0  # Longest time for an evaluation or a text: the next round must not wait for it
 EMPTY_SECONDS, LOOK_SECONDS = 5.0, 0.25
 """An evaluation ends sooner if a stage has no live peer for `EMPTY_SECONDS`. It looks every `LOOK_SECONDS`."""
 USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16

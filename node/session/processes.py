@@ -132,8 +132,7 @@ async def carry_out(
     return {"error": 'ask {"do": …} with "status", "finish", "pause", "resume" or "set"'}
 
 
-CONTROLS = ("pause", "finish")
-"""What the page's user may ask for."""
+CONTROLS = ("pause", "finish")  # What the page's user may ask for
 
 
 class PageContent:

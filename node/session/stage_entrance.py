@@ -13,8 +13,7 @@ from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Compute, Member, PeerError, PeerId, Signer, Transport
 
-ASK_SECONDS = 20.0
-"""For one answer: the peer that is asked may have to ask the founder."""
+ASK_SECONDS = 20.0  # For one answer: the peer that is asked may have to ask the founder
 PAUSE_SECONDS = 2.0
 
 

@@ -26,8 +26,7 @@ KEEP_FILES = 3  # number of older files that are kept besides the present one
 _MAX_LINE_BYTES = 1 << 20
 _RECENT_BYTES = 8 << 20
 MAX_WAITING_BYTES = 8 << 20
-AT_ONCE = 16
-"""Number of waiting lines written with one new line. Each costs an access to the file."""
+AT_ONCE = 16  # Number of waiting lines written with one new line. Each costs an access to the file.
 
 
 class Journal:

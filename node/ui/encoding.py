@@ -6,8 +6,7 @@ import codecs
 import os
 import sys
 
-ERRORS = "starling"
-"""Name of the error handler, for `str.encode` and for streams."""
+ERRORS = "starling"  # Name of the error handler, for `str.encode` and for streams
 _ASCII = str.maketrans(
     {
         "…": "...", "–": "-", "—": "-", "−": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "→": "->", "←": "<-",

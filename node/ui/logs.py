@@ -16,8 +16,7 @@ from node.ui.encoding import ERRORS, encoding_of
 
 OUTLET_BYTES = 1 << 20
 _PIECE_BYTES = 512  # POSIX's PIPE_BUF: a pipe that polls as writable takes this much without blocking
-MAX_EVENT = 4000
-"""Most characters of a log message, and of its traceback."""
+MAX_EVENT = 4000  # Most characters of a log message, and of its traceback
 
 
 class NonBlockingWriter:

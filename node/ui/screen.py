@@ -17,12 +17,10 @@ from node.ui.logs import NonBlockingWriter
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.25
-LINE_SECONDS = 5.0
-"""Pause between two progress lines, where there is no live view."""
+LINE_SECONDS = 5.0  # Pause between two progress lines, where there is no live view
 _PAPER_COLUMNS = 120
 
-Picture = Callable[[int], RenderableType]
-"""Renders the current view, for a width in columns."""
+Picture = Callable[[int], RenderableType]  # Renders the current view, for a width in columns
 
 
 class Screen:

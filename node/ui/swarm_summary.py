@@ -12,10 +12,8 @@ from node.reporting.report import RoundReport, Totals
 
 DECIDED = ("committed", "alone", "fork", "skipped")
 _COUNTED = ("committed", "alone", "fork")
-KEEP_ROUNDS = 4096
-"""Latest rounds that are kept, for the curve of losses."""
-MAX_OPEN_ROUNDS = 64
-"""Most rounds that wait for reports; the oldest is then closed without them."""
+KEEP_ROUNDS = 4096  # Latest rounds that are kept, for the curve of losses
+MAX_OPEN_ROUNDS = 64  # Most rounds that wait for reports; the oldest is then closed without them
 
 
 class PeerSummary:

@@ -16,8 +16,7 @@ from node.ui.terminal import STYLES, count, duration, number, percent, size, spa
 
 _SHOWN_PEERS = 16
 _SAMPLE_CHARACTERS = 1000
-_LEAST_WIDTHS = {"peer": 7, "stage": 5}
-"""Columns that a narrow terminal does not cut: they tell the rows apart."""
+_LEAST_WIDTHS = {"peer": 7, "stage": 5}  # Columns that a narrow terminal does not cut: they tell the rows apart
 
 
 def plain_line(done: SwarmRound, rounds: int) -> str:

@@ -26,8 +26,7 @@ KEEP_GROUPS = 2  # the parts of this many groups are kept for members that lack 
 MAX_CLOSED = 64
 SEARCH_SECONDS = 1.0
 FIND_LIMIT = 64
-LISTED_SECONDS = 600.0
-"""How long a directory entry of this peer stays valid. It is renewed after half of this time."""
+LISTED_SECONDS = 600.0  # How long a directory entry of this peer stays valid. It is renewed after half of this time.
 
 
 class MoshpitState:

@@ -26,8 +26,7 @@ from protocols.sync.requests import MAX_LOCATOR, SYNC, Certificates, Certificate
 TRAIL_SECONDS = 20.0  # time for a peer to begin to prove its head, or to continue
 ROUND_SECONDS = 0.1
 """Extra time for each round already proved: enough for the certificates of a roster of four at 10 kB/s."""
-MAX_AHEAD = 1 << 20
-"""In rounds. A head that is further ahead of ours cannot be a head of the run."""
+MAX_AHEAD = 1 << 20  # In rounds. A head that is further ahead of ours cannot be a head of the run.
 MAX_GROWTH = 4096  # limit of rounds by which a chain may grow while it is being verified
 MAX_PIECES = 32  # limit of requests for certificates on one stream
 VERIFY_BYTES = 1 << 16  # cost of verifying one certificate, a few signatures, in the bytes of `Compute`

@@ -96,7 +96,7 @@ def find_data_set(data: Path, is_chat: bool) -> DataSet:
 
 
 def chosen(files: tuple[HubFile, ...], pattern: str | None, is_chat: bool) -> tuple[tuple[HubFile, ...], int]:
-    """The files that match the pattern, else of one kind, without descriptions; how many of a test split are not."""
+    """The files that match the pattern, else of one kind, no descriptions; and how many test files are left out."""
     kinds = _kinds(is_chat)
     if pattern:
         return tuple(each for each in files if fnmatchcase(each.name, pattern) and each.kind in sum(kinds, ())), 0
