@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from node.page.guard import SECURITY_HEADERS, AccessRules
-from node.reporting.event_feed import EventFeed, Subscription
+from node.reporting.event_feed import EventFeed
 from node.reporting.status import to_json
 from node.ui.control import Command
 
@@ -197,33 +197,36 @@ class EventStream:
             await PlainTextResponse("too many pages are open: close some\n", 503)(scope, receive, send)
             return
         self._streams += 1
-        subscription = self._feed.subscribe(after)
         try:
-            await _send_stream(self._pieces(subscription), receive, send, self._stop)
+            await _send_stream(self._pieces(after), receive, send, self._stop)
         finally:
             self._streams -= 1
-            subscription.close()
 
     def _after(self, last_id: str) -> int | None:
         """Number of the last event that the reader has; None if it has none of this incarnation."""
         found = _ID.fullmatch(last_id)
         return int(found[2]) if found and int(found[1]) == self._incarnation else None
 
-    async def _pieces(self, subscription: Subscription) -> AsyncIterator[bytes]:
+    async def _pieces(self, after: int | None) -> AsyncIterator[bytes]:
         """The stream's content: first what the reader lacks, then events as they come and the status each second."""
         loop, feed = asyncio.get_running_loop(), self._feed
-        if subscription.missed is None:
-            number, history = feed.history()
-            yield self._event("reset", number, history)
-        else:
-            for missed in subscription.missed:
-                yield self._event(missed.kind, missed.number, missed.data)
-        while not subscription.lost:
-            yield self._present_status()
+        pieces, number = self._news(after)
+        while True:
+            yield b"".join((*pieces, self._present_status()))
             due = loop.time() + STATUS_SECONDS
-            while (event := await subscription.next(due)) is not None:
-                yield self._event(event.kind, event.number, event.data)
+            while await feed.changed(number, due):
+                pieces, number = self._news(number)
+                yield b"".join(pieces)
+            pieces = []
             feed.want_text()
+
+    def _news(self, after: int | None) -> tuple[list[bytes], int]:
+        """What a reader lacks that has the events up to this one, and the number of the latest."""
+        if (events := self._feed.since(after)) is None:
+            number, history = self._feed.history()
+            return [self._event("reset", number, history)], number
+        pieces = [self._event(each.kind, each.number, each.data) for each in events]
+        return pieces, events[-1].number if events else after or 0
 
     def _present_status(self) -> bytes:
         """The status, computed at most once in half a period, however many readers there are."""

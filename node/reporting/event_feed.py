@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, printable
+from protocols.aio import Notifier
 
 MAX_EVENTS = 700  # Events kept for a reader that comes back after a pause
 MAX_LINES = 200
 MAX_POINTS = 2000  # Rounds kept for a plot; older ones are thinned out
-QUEUE_EVENTS = 64
-MAX_SUBSCRIPTIONS = 16
 TEXT_SECONDS = 600.0  # Least time between two texts, and the time for which a reader's interest in one lasts
 MAX_TEXT_CHARACTERS = 4000
 
@@ -30,36 +28,8 @@ class FeedEvent:
     data: Mapping[str, Any]
 
 
-class Subscription:
-    """The events of one reader from now on. Call `close` when it has left."""
-
-    def __init__(self, missed: Sequence[FeedEvent] | None, on_close: Callable[[Subscription], None]) -> None:
-        # The events since the one that the reader named; None if it has to start from `EventFeed.history`.
-        self.missed = missed
-        self.lost = False  # whether the reader was so slow that an event was dropped: it has to subscribe again
-        self._queue: asyncio.Queue[FeedEvent] = asyncio.Queue(QUEUE_EVENTS)
-        self._on_close = on_close
-
-    def put(self, event: FeedEvent) -> None:
-        if self._queue.full():
-            self.lost = True
-        else:
-            self._queue.put_nowait(event)
-
-    async def next(self, deadline: float) -> FeedEvent | None:
-        """The next event; None if there is none until the deadline, in the loop's time."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await self._queue.get()
-        except TimeoutError:
-            return None
-
-    def close(self) -> None:
-        self._on_close(self)
-
-
 class EventFeed:
-    """Passes everything on to a sink, keeps the latest events, serves subscribers, and counts (`counters`)."""
+    """Passes everything on to a sink, keeps the latest events for readers, and counts (`counters`)."""
 
     def __init__(self, sink: EventSink, wall: Callable[[], float]) -> None:
         self._sink, self._wall = sink, wall
@@ -68,7 +38,7 @@ class EventFeed:
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=MAX_LINES)
         self._points: list[Mapping[str, Any]] = []
         self._text: Mapping[str, Any] = {}
-        self._subscriptions: set[Subscription] = set()
+        self._changed = Notifier()
         self._number = 0
         self._wanted_until = self._next_text = 0.0
 
@@ -100,19 +70,16 @@ class EventFeed:
 
     # -- what readers get ---------------------------------------------------------------------------------------------
 
-    def subscribe(self, after: int | None) -> Subscription:
-        """Start to deliver events, to a reader whose last one is `after`; None if it has none of this incarnation.
-
-        Raises ConnectionRefusedError if there are too many readers.
-        """
-        if len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
-            raise ConnectionRefusedError(f"{MAX_SUBSCRIPTIONS} readers are connected already")
+    def since(self, after: int | None) -> list[FeedEvent] | None:
+        """The events after this one; None for a reader that has to start from `history`, as one without an event."""
         first = self._events[0].number if self._events else self._number + 1
-        known = after is not None and first - 1 <= after <= self._number
-        missed = [each for each in self._events if each.number > (after or 0)] if known else None
-        subscription = Subscription(missed, self._subscriptions.discard)
-        self._subscriptions.add(subscription)
-        return subscription
+        if after is None or not first - 1 <= after <= self._number:
+            return None
+        return [each for each in self._events if each.number > after]
+
+    async def changed(self, after: int, deadline: float) -> bool:
+        """Wait until there is an event after this one; False if there is none until the deadline."""
+        return await self._changed.reached(lambda: self._number > after, deadline)
 
     def history(self) -> tuple[int, Mapping[str, Any]]:
         """Number of the latest event, and everything that a new reader shows: rounds, lines and the latest text."""
@@ -132,10 +99,8 @@ class EventFeed:
 
     def _publish(self, kind: str, data: Mapping[str, Any]) -> None:
         self._number += 1
-        event = FeedEvent(self._number, kind, data)
-        self._events.append(event)
-        for subscription in self._subscriptions:
-            subscription.put(event)
+        self._events.append(FeedEvent(self._number, kind, data))
+        self._changed.notify()
 
     def _thin(self) -> None:
         """Keep the latest half of the rounds, and every second one before, until there are few enough."""
