@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from node.direct.connection import DirectConnection, set_options
 from node.direct.messages import SECRET_BYTES, ConnectionToken
 from node.direct.records import NONCE_BYTES, TOKEN_ID_BYTES, Handshake
-from node.runtime.bounded import put_newest
 from protocols.base import PeerError, PeerId
+from protocols.peers.estimates import RecentDict
 
 OPENING_BYTES = TOKEN_ID_BYTES + NONCE_BYTES
 TOKEN_SECONDS = 600.0
@@ -44,8 +44,8 @@ class TokenIssuer:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._issued: dict[bytes, IssuedToken] = {}
-        self._hosts: dict[str, float] = {}  # host -> when the last token of a peer there expires
+        self._issued: RecentDict[bytes, IssuedToken] = RecentDict(MAX_TOKENS)
+        self._hosts: RecentDict[str, float] = RecentDict(MAX_HOSTS)  # host -> when its last token expires
 
     def __len__(self) -> int:
         return len(self._issued)
@@ -54,12 +54,9 @@ class TokenIssuer:
         """For one connection, over which the peer at this host opens streams, or this one if it is dialled back."""
         token = ConnectionToken(secrets.token_bytes(SECRET_BYTES))
         expires = self._now() + TOKEN_SECONDS
-        mine = [key for key, each in self._issued.items() if each.peer == peer]
-        for key in mine[: max(0, len(mine) + 1 - MAX_TOKENS_PER_PEER)]:
-            del self._issued[key]
+        self.void(peer, keep=MAX_TOKENS_PER_PEER - 1)
         issued = IssuedToken(peer, cipher, token, expires, dialled_back)
-        put_newest(self._issued, token.id, issued, MAX_TOKENS)
-        put_newest(self._hosts, host, expires, MAX_HOSTS)
+        self._issued[token.id], self._hosts[host] = issued, expires
         return issued
 
     def redeem(self, token_id: bytes) -> IssuedToken | None:
@@ -67,8 +64,11 @@ class TokenIssuer:
         issued = self._issued.pop(token_id, None)
         return issued if issued and self._now() < issued.expires else None
 
-    def void(self, peer: PeerId) -> None:
-        self._issued = {key: each for key, each in self._issued.items() if each.peer != peer}
+    def void(self, peer: PeerId, keep: int = 0) -> None:
+        """Forget a peer's tokens, except the latest ones."""
+        mine = [key for key, each in self._issued.items() if each.peer == peer]
+        for key in mine[: max(0, len(mine) - keep)]:
+            del self._issued[key]
 
     def expects(self, host: str) -> bool:
         """Whether a peer that was at this host has got a token that has not expired."""

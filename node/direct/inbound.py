@@ -30,11 +30,11 @@ from node.direct.messages import (
 )
 from node.direct.records import RecordError, choose_cipher, has_fast_aes, is_known
 from node.direct.routes import Attempts
-from node.runtime.bounded import put_newest
 from node.runtime.listening import listen
 from node.streams.serving import Serving
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, PeerId, Stream
+from protocols.peers.estimates import RecentDict
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Inbound:
         self._served: dict[DirectConnection, PeerId] = {}
         self._idle: dict[DirectConnection, None] = {}  # of these, those without a stream; the longest first
         self._dialling: Counter[PeerId] = Counter()
-        self._dials: dict[PeerId, Attempts] = {}  # those that failed
+        self._dials: RecentDict[PeerId, Attempts] = RecentDict(_MAX_REMEMBERED)  # those that failed
 
     async def answer(self, peer: PeerId, stream: Stream) -> None:
         header = await stream.receive(HEADER_LIMIT)
@@ -110,7 +110,7 @@ class Inbound:
             why = f"cannot be dialled back: {reason(error)}"[:120]
             if seconds >= _FAIR_SECONDS or not isinstance(error, TimeoutError):
                 attempts.failed(loop_time(), why)
-                put_newest(self._dials, peer, attempts, _MAX_REMEMBERED)
+                self._dials[peer] = attempts
             return why
         finally:
             self._dialling -= Counter((peer,))  # forgets the peer at zero

@@ -21,11 +21,11 @@ from node.direct.inbound import IDLE_SECONDS, Inbound
 from node.direct.messages import BUSY, HEADER_LIMIT, METHOD, DialBack, DialBackResult, TokenGrant, TokenRequest
 from node.direct.records import RecordError, has_fast_aes
 from node.direct.routes import SPARE_TOKENS, NotDirect, Route, RouteKind
-from node.runtime.bounded import put_newest
 from node.streams.serving import Serving
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.peers.estimates import RecentDict
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class DirectPlane:
 
         `host_of` returns the IP address at the other end of the latest libp2p connection to a peer; None for a relay's.
         """
-        self.routes: dict[PeerId, Route] = {}
+        self.routes: RecentDict[PeerId, Route] = RecentDict(_MAX_ROUTES)
         self._me, self._methods = me, methods
         self._open_stream, self._host_of, self._serving = open_stream, host_of, serving
         self._inbound = Inbound(me, host_of, serving)
@@ -80,7 +80,7 @@ class DirectPlane:
         """Open a stream that the peer has accepted. None if the method goes over libp2p, or has to for now."""
         if self._closed or method not in self._methods:
             return None
-        route = self._route(peer)
+        route = self.routes.put_newest(peer, Route)
         until = loop_time() + min(DIAL_SECONDS, DEADLINE_SHARE * (deadline - loop_time()))
         try:
             return await self._opened(peer, route, method, until)
@@ -99,11 +99,6 @@ class DirectPlane:
         self._inbound.close()
         for connection in list(self._connections):
             connection.abort()
-
-    def _route(self, peer: PeerId) -> Route:
-        route = self.routes.get(peer) or Route()
-        put_newest(self.routes, peer, route, _MAX_ROUTES)
-        return route
 
     async def _opened(self, peer: PeerId, route: Route, method: str, until: Deadline) -> DirectPipe:
         connection = self._idle.take(peer)

@@ -13,8 +13,9 @@ from node.network.daemon import DaemonError
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.directory_records import TTL_SECONDS, DirectoryRecord, RecordStore, check, loads, name_of, unpack
 from node.network.kademlia import Key, Node, dht_key, running_node
-from node.runtime.bounded import count, put_newest
+from node.runtime.bounded import count
 from protocols.base import BadPayload, Clock, Deadline, PeerId, Signer
+from protocols.peers.estimates import RecentDict
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class DhtDirectory:
         self._records = RecordStore(self._now)
         self._node: Node | None = None
         self._up = asyncio.Event()
-        self._announced: dict[str, DirectoryRecord] = {}
-        self._met: dict[PeerId, None] = {}
+        self._announced: RecentDict[str, DirectoryRecord] = RecentDict(_MAX_ANNOUNCED)
+        self._met: RecentDict[PeerId, None] = RecentDict(_MAX_MET)
         self._keeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -75,7 +76,7 @@ class DhtDirectory:
         message = draft.message(self._run)
         hint = DirectoryRecord(draft.peer, scope, draft.expires, value, self._signer.sign(message))
         hint.pack()
-        put_newest(self._announced, scope, hint, _MAX_ANNOUNCED)
+        self._announced[scope] = hint
         await self._ask(deadline, lambda node: self._store(node, hint))
 
     async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
@@ -87,7 +88,7 @@ class DhtDirectory:
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
         """Add both nodes to each other's routing table, if the transport can reach the peer; False if it is silent."""
-        put_newest(self._met, peer, None, _MAX_MET)
+        self._met[peer] = None
         return bool(await self._ask(deadline, lambda node: node.meet(peer)))
 
     def _now(self) -> float:
@@ -135,7 +136,7 @@ class DhtDirectory:
             self._up.clear()
             self._node = None
             for peer in node.peers[:_MAX_MET]:
-                put_newest(self._met, peer, None, _MAX_MET)
+                self._met[peer] = None
 
     async def _again(self, node: Node) -> None:
         """Contact the peers again that the previous node knew, and repeat the announcements."""

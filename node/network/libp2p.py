@@ -38,11 +38,11 @@ from node.network.dial_errors import (
 )
 from node.network.pipe import SocketPipe
 from node.network.sockets import socket_directory
-from node.runtime.bounded import put_newest
 from node.runtime.identity import Identity
 from node.streams.serving import EndingPipe, Serving
 from node.streams.traffic import Traffic
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
+from protocols.peers.estimates import RecentDict
 from protocols.streams.framing import opened
 
 log = logging.getLogger(__name__)
@@ -95,11 +95,11 @@ class LibP2PTransport:
         self._link: DaemonConnection | None = None
         self._up = asyncio.Event()
         self._starts_in_a_row = 0
-        self._known: dict[PeerId, str] = {}  # connected to at this multiaddr
-        self._seen: dict[PeerId, str] = {}  # came from this one
-        self._causes: dict[PeerId, dict[str, str]] = {}
+        self._known: RecentDict[PeerId, str] = RecentDict(_MAX_KNOWN)  # connected to at this multiaddr
+        self._seen: RecentDict[PeerId, str] = RecentDict(_MAX_KNOWN)  # came from this one
+        self._causes: RecentDict[PeerId, RecentDict[str, str]] = RecentDict(_MAX_CAUSES)
         self._chance = random.Random(self.me)  # seeded differently for each peer, so that two peers' dials diverge
-        self._hosts: dict[PeerId, str | None] = {}
+        self._hosts: RecentDict[PeerId, str | None] = RecentDict(_MAX_HOSTS)
         self._direct: DirectPlane | None = None
         self._exit = AsyncExitStack()
 
@@ -179,7 +179,7 @@ class LibP2PTransport:
         if not where or "/" in peer:
             raise ValueError(f"{address!s:.200} does not name the peer: it must end in /p2p/<peer id>")
         await self._calling(peer, deadline, lambda link, seconds: link.connect(peer, where, seconds), where)
-        put_newest(self._known, peer, where, _MAX_KNOWN)
+        self._known[peer] = where
         return peer
 
     async def forget(self, peer: PeerId, deadline: Deadline) -> None:
@@ -194,7 +194,7 @@ class LibP2PTransport:
 
     async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> EndingPipe:
         pipe, address = await self._calling(peer, deadline, lambda link, seconds: link.stream(peer, seconds))
-        put_newest(self._hosts, peer, host_of(address), _MAX_HOSTS)
+        self._hosts[peer] = host_of(address)
         async with self._reaching(peer, deadline):
             await self._serving.ask(peer, pipe, method)
         return pipe
@@ -245,7 +245,7 @@ class LibP2PTransport:
             raise PeerGone(peer, "did not accept the stream: method not served, too many streams, or gone") from None
         except (ValueError, *LINK_ERRORS) as error:
             text = str(error) or type(error).__name__
-            before = self._causes.get(peer, {}).get("")
+            before = self._causes[peer].get("") if peer in self._causes else None
             means = CROSSED if has_crossed(text, before) else meaning(text, where, await stands_for(where, deadline))
             cause = self._cause(peer, where, means)
             # p2pd also dials by itself. Its backoff after that says nothing about the address that the caller gave.
@@ -255,18 +255,16 @@ class LibP2PTransport:
 
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
         """Why a dial failed (`open` names no address); if p2pd reports only a backoff, that of the dial before."""
-        causes = self._causes.get(peer, {})
         if why != BACKOFF:
-            for each in {where, ""}:
-                put_newest(causes, each, why, _MAX_CAUSES_PER_PEER)
-            put_newest(self._causes, peer, causes, _MAX_CAUSES)
-        return causes.get(where, why)
+            causes = self._causes.put_newest(peer, lambda: RecentDict(_MAX_CAUSES_PER_PEER))
+            causes[where] = causes[""] = why
+        return self._causes[peer].get(where, why) if peer in self._causes else why
 
     def _incoming(self, peer: PeerId, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if address:
             # p2pd dials from the port that it listens on, so a peer can be reached at the address that it came from.
-            put_newest(self._seen, peer, address, _MAX_KNOWN)
-            put_newest(self._hosts, peer, host_of(address), _MAX_HOSTS)
+            self._seen[peer] = address
+            self._hosts[peer] = host_of(address)
         # In a new task: asyncio logs an error when the task that it created for this call is cancelled.
         self._serving.take(peer, SocketPipe(reader, writer))
 
@@ -311,7 +309,7 @@ class LibP2PTransport:
             how = await link.ended()
             self._up.clear()
             for peer, address in link.peers.items():
-                put_newest(self._seen, peer, address, _MAX_KNOWN)
+                self._seen[peer] = address
             if loop.time() - since >= _STEADY_SECONDS:
                 self._starts_in_a_row = 0
             log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
@@ -342,4 +340,4 @@ class LibP2PTransport:
 
         with suppress(TimeoutError):
             async with asyncio.timeout(_REDIAL_SECONDS):
-                await asyncio.gather(*(dial(peer, address) for peer, address in (self._seen | self._known).items()))
+                await asyncio.gather(*(dial(peer, address) for peer, address in {**self._seen, **self._known}.items()))

@@ -1,4 +1,4 @@
-"""Dictionaries of bounded size for data from other peers: a new entry replaces the oldest."""
+"""A count of bounded size, by keys from other peers. (A dictionary: `protocols.peers.estimates.RecentDict`.)"""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ from collections import Counter
 from typing import TypeVar
 
 K = TypeVar("K")
-V = TypeVar("V")
 
 MAX_COUNTED = 1024
-
-
-def put_newest(entries: dict[K, V], key: K, value: V, most: int) -> None:
-    """Set an entry as the newest one. If there are more than `most`, remove the oldest."""
-    entries.pop(key, None)
-    entries[key] = value
-    if len(entries) > most:
-        del entries[next(iter(entries))]
 
 
 def count(counter: Counter[K], key: K, most: int = MAX_COUNTED) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from node.runtime.bounded import put_newest
 from node.streams.byte_quota import ByteQuota
 from protocols.aio import loop_time
 from protocols.base import PeerId
+from protocols.peers.estimates import RecentDict
 from protocols.streams.framing import BULK_METHODS, CATCH_UP_METHODS
 
 RATE_SECONDS = 5.0
@@ -60,15 +60,13 @@ class ByteMeter:
     def __init__(self, now: Callable[[], float] = loop_time, quota: ByteQuota | None = None) -> None:
         self._now, self._quota = now, quota
         self._classes = {each: ByteCounts() for each in TrafficClass}
-        self._peers: dict[PeerId, ByteCounts] = {}  # the one whose latest stream is oldest comes first
+        self._peers: RecentDict[PeerId, ByteCounts] = RecentDict(_MAX_PEERS)
         self._samples: deque[tuple[float, ByteTotals]] = deque(maxlen=round(2 * RATE_SECONDS / _SAMPLE_SECONDS))
         self._started: float | None = None
         self._next_sample = float("-inf")
 
     def stream(self, peer: PeerId, method: str) -> CountBytes:
-        of_peer = self._peers.get(peer) or ByteCounts()
-        put_newest(self._peers, peer, of_peer, _MAX_PEERS)
-        counts = (self._classes[class_of(method)], of_peer)
+        counts = (self._classes[class_of(method)], self._peers.put_newest(peer, ByteCounts))
 
         def count(sent: int, received: int) -> None:
             self._note(sent + received)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from node.runtime.bounded import MAX_COUNTED, count, put_newest
+from node.runtime.bounded import MAX_COUNTED, count
+from protocols.peers.estimates import RecentDict
 
 
 def test_oldest_entries_are_dropped_and_rewritten_are_newest() -> None:
-    entries: dict[str, int] = {}
+    entries: RecentDict[str, int] = RecentDict(3)
     for number, key in enumerate("abcad"):
-        put_newest(entries, key, number, 3)
+        entries[key] = number
     assert entries == {"c": 2, "a": 3, "d": 4}
 
 
