@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from node.config.run_config import load_run
-from node.outer.sgd import OuterSGD, pseudo_gradient
+from node.outer.state import OuterSGD, pseudo_gradient
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
 from node.tasks.recipe import Recipe
 from node.tasks.spec import WorkerSpec

@@ -25,7 +25,7 @@ from statistics import fmean
 import torch
 
 from benchmarks.journal import History, RunJournal, perform_all
-from node.outer.sgd import OuterSGD
+from node.outer.state import OuterSGD
 from node.tasks.flat import flatten
 from node.tasks.gpt import GptTask
 from node.tasks.gpt_presets import Preset, preset

@@ -283,8 +283,8 @@ SEVEN = "a, b, c, d, e, f, g"
 @pytest.mark.parametrize(
     "file, source",
     [
-        ("node/outer/sgd.py", f"class A:\n    def __init__(self, {SEVEN}): ..."),
-        ("node/outer/sgd.py", f"class A:\n    def step(self, {SEVEN}, h): ..."),
+        ("node/outer/state.py", f"class A:\n    def __init__(self, {SEVEN}): ..."),
+        ("node/outer/state.py", f"class A:\n    def step(self, {SEVEN}, h): ..."),
         ("protocols/aio.py", f"async def late({SEVEN}, *, h): ..."),
         ("protocols/aio.py", f"class A:\n    def __init__(self, *, {SEVEN}, h, i, j, k, l, m): ..."),
         ("protocols/aio.py", f"def outer():\n    def inner({SEVEN}, **more): ..."),
@@ -298,8 +298,8 @@ def test_a_planted_crowd_of_parameters_is_caught(file: str, source: str) -> None
 @pytest.mark.parametrize(
     "file, source",
     [
-        ("node/outer/sgd.py", "class A:\n    def __init__(self, a, b, c, d, e, f): ..."),
-        ("node/outer/sgd.py", f"class A:\n    def step(self, {SEVEN}): ..."),
+        ("node/outer/state.py", "class A:\n    def __init__(self, a, b, c, d, e, f): ..."),
+        ("node/outer/state.py", f"class A:\n    def step(self, {SEVEN}): ..."),
     ],
 )
 def test_as_many_parameters_as_allowed_pass(file: str, source: str) -> None:

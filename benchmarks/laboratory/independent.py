@@ -15,7 +15,7 @@ from benchmarks.laboratory.replicated import LabMember, train_round
 from benchmarks.laboratory.runs import LabRun
 from benchmarks.mixers import Mixer, moshpit_seats, pairs, push_sum
 from node.outer.noloco import NoLoCo
-from node.outer.sgd import OuterSGD
+from node.outer.state import OuterSGD
 from node.training.trainer import LocalTraining
 from protocols.moshpit.grid import shape_for
 

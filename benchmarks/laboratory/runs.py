@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from node.outer.sgd import OuterSGD
+from node.outer.state import OuterSGD
 from node.tasks.gpt_presets import Preset, preset
 from node.tasks.recipe import InnerOptimizerName, Recipe
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.journal import History
 from benchmarks.laboratory.replicated import LabMember, train_replicated
 from benchmarks.laboratory.runs import PEERS, PRESET, Run
-from node.outer.sgd import OuterSGD
+from node.outer.state import OuterSGD
 from protocols.base import Trainer
 from tests.sim.scenario import Scenario
 from tests.sim.world import World, play

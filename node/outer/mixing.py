@@ -19,8 +19,7 @@ import torch
 
 from node.outer.noloco import NoLoCo
 from node.outer.outer_loop import diverged
-from node.outer.sgd import pseudo_gradient
-from node.outer.state import OuterState
+from node.outer.state import OuterState, pseudo_gradient
 from protocols.base import (
     AveragingResult,
     ClosingSession,

@@ -12,8 +12,7 @@ from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
 from node.outer.error_feedback import ErrorFeedback
 from node.outer.outer_loop import CATCH_UP_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult, diverged
-from node.outer.sgd import pseudo_gradient
-from node.outer.state import OuterState
+from node.outer.state import OuterState, pseudo_gradient
 from node.reporting.report import LapTimer, RoundReport
 from node.storage.checkpoint_manager import CheckpointManager
 from protocols.base import (

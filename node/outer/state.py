@@ -1,15 +1,77 @@
-"""The outer state of a peer: parameters, momentum, and their digests, which other peers can check."""
+"""The outer state of a peer: parameters, momentum, and their digests, which other peers can check; and its step.
+
+The outer step of DiLoCo is Nesterov SGD over flat vectors (Douillard et al. 2023, algorithm 1; the update rule is
+PyTorch's SGD(nesterov=True)), with the same bits on every machine. Separate multiplications and additions only, in
+float32 on the CPU: `add(alpha=)`, `lerp` and `addcmul` may or may not be fused, depending on the processor.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 
 from node.outer.noloco import NoLoCo
-from node.outer.sgd import OuterSGD
 from protocols.base import Compute, RoundKey, Vector
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.vectors.views import norm
+
+_PIECE_ELEMENTS = 1 << 18
+
+
+class OuterSGD:
+    """m ← μm + Δ; θ ← θ − η(Δ + μm), with Δ the mean pseudo-gradient."""
+
+    def __init__(
+        self, learning_rate: float, momentum: float, rounds: int = 0, decay: float = 0.0, extra: int = 0
+    ) -> None:
+        """The step goes in equal parts to a plain mean of the peers' parameters (learning rate 1, momentum 0) in the
+        last training rounds of a run, a share `decay` of its `rounds`. For the last `extra` elements it is that
+        mean in all rounds (`node.tasks.extra`). Raises ValueError for a rate that is not positive and finite, or a
+        momentum outside [0, 1).
+        """
+        if not (math.isfinite(learning_rate) and learning_rate > 0):
+            raise ValueError(f"outer learning rate must be positive and finite, not {learning_rate}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"outer momentum must be in [0, 1), not {momentum}")
+        self.learning_rate = learning_rate
+        self.momentum = momentum
+        self._rounds, self._decay, self._extra = rounds, decay, extra
+
+    def at(self, trained: int) -> OuterSGD:
+        if not self._decay * self._rounds:
+            return self
+        left = max(0.0, (1 - (trained + 1) / self._rounds) / self._decay)
+        if left >= 1:
+            return self
+        return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum, extra=self._extra)
+
+    def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
+        """Apply a mean pseudo-gradient Δ to θ and m in place. Returns whether every new parameter is finite."""
+        scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
+        trained = len(anchor) - self._extra
+        means = anchor[trained:].sub_(delta[trained:])
+        finite = not self._extra or math.isfinite(norm([means]))
+        for low in range(0, trained, _PIECE_ELEMENTS):
+            piece = slice(low, min(low + _PIECE_ELEMENTS, trained))
+            theta, m, d = anchor[piece], velocity[piece], delta[piece]
+            update = scratch[: len(theta)]
+            m.mul_(self.momentum)
+            m.add_(d)
+            torch.mul(m, self.momentum, out=update)
+            update.add_(d)
+            update.mul_(self.learning_rate)
+            theta.sub_(update)
+            low_value, high_value = theta.aminmax()
+            finite = finite and math.isfinite(low_value) and math.isfinite(high_value)
+        return finite
+
+
+def pseudo_gradient(anchor: Vector, local: Vector, into: Vector) -> None:
+    """Δ_i = θ − θ_i; `into` may be `local`."""
+    torch.sub(anchor, local, out=into)
+
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
-from node.outer.sgd import OuterSGD
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import public
 from node.session.discovery import discover

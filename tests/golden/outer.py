@@ -5,13 +5,16 @@ A difference from `outer.json` means that peers of two versions no longer hold t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from node.outer.sgd import OuterSGD
+from node.outer.state import OuterSGD
+from protocols.base import Vector
+from protocols.vectors.codec import CODECS
 from protocols.vectors.views import root
 from tests.golden.codecs import every_exponent, ordinary
 
@@ -49,6 +52,41 @@ def trajectories() -> dict[str, object]:
     for rate, momentum in LONG:
         found[f"lr {rate}, momentum {momentum}, root"] = long_walk(rate, momentum)
     return found
+
+
+SELF_TEST_DIGEST = "334c929d3f97405650dde84a8e2a4e6bba38796b1ff1b1a6f7a1cc20b9636a44"
+
+
+def pattern(count: int, step: int) -> Vector:
+    """Numbers of both signs over many magnitudes, subnormal ones included, from integers alone."""
+    index = torch.arange(count, dtype=torch.int64)
+    mantissa = (index * (2 * step + 2654435761) % 65521 - 32760).to(torch.float32)
+    exponent = (index * 7 + step) % 151 - 140
+    return torch.ldexp(mantissa, exponent)
+
+
+def self_test_digest() -> str:
+    anchor, velocity = pattern(4096, 1), torch.zeros(4096)
+    outer = OuterSGD(0.7, 0.9)
+    digest = hashlib.sha256()
+    sides = dict.fromkeys(side for codec in CODECS.values() for side in (codec, codec.reduced(4)))
+    for step, codec in enumerate(sides):
+        delta = pattern(4096, step + 2)
+        encoded = bytearray(codec.encoded_bytes(len(delta)))
+        codec.encode(delta, memoryview(encoded))
+        codec.decode(encoded, delta)
+        outer.step(anchor, velocity, delta)
+        digest.update(memoryview(encoded))
+        digest.update(root([anchor, velocity]))
+    return digest.hexdigest()
+
+
+def self_test() -> None:
+    """Raise RuntimeError if this machine does not compute the bits of the outer step that all others do."""
+    if float(torch.tensor([1e-40]) * torch.tensor([0.5])) == 0.0:
+        raise RuntimeError("this process flushes subnormal numbers to zero; call torch.set_flush_denormal(False)")
+    if self_test_digest() != SELF_TEST_DIGEST:
+        raise RuntimeError("this machine's float32 arithmetic differs from the reference: it cannot join a run")
 
 
 if __name__ == "__main__":

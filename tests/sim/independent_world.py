@@ -16,9 +16,8 @@ from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
 from node.outer.outer_loop import OuterLoop
 from node.outer.round_history import LocalHistory
-from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.tasks.base import Step
 from node.tasks.paced import Paced
 from protocols.base import (

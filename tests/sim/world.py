@@ -17,8 +17,7 @@ from node.outer.activity import Activity
 from node.outer.error_feedback import feedback
 from node.outer.outer_loop import OuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.outer.sgd import OuterSGD
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.tasks.paced import Paced
 from node.training.trainer import Learner
 from protocols.aio import task_group

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from node.outer.sgd import OuterSGD
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.runtime import tensors
 from node.storage.checkpoint import Checkpoint, DataCursor, newest, whole
 from node.storage.checkpoint_manager import CheckpointManager

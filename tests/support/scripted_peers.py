@@ -15,9 +15,8 @@ from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory
-from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport
 from protocols.base import (
     AveragingResult,

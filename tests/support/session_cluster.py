@@ -18,8 +18,7 @@ from node.membership.membership import Membership
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
-from node.outer.sgd import OuterSGD
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport
 from node.runtime.clock import WallClock
 from node.session.discovery import discover

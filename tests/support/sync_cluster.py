@@ -10,8 +10,7 @@ import torch
 
 from node.outer.outer_loop import RoundResult
 from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.outer.sgd import OuterSGD
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from protocols import wire

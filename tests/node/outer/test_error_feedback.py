@@ -14,8 +14,7 @@ import torch
 
 from node.outer.error_feedback import ErrorFeedback, feedback
 from node.outer.replicated_loop import ReplicatedOuterLoop
-from node.outer.sgd import OuterSGD
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.storage.checkpoint import FEEDBACK, newest
 from node.storage.checkpoint_manager import CheckpointManager
 from node.tasks.base import Step

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.outer.sgd import OuterSGD
+from node.outer.state import OuterSGD
 from node.reporting.report import RoundReport, Totals, TrainingDelta
 from node.reporting.status import to_json
 from protocols.base import AveragingResult, Contribution, LocalProgress, Member, Outcome, PeerFault, Vector

@@ -11,7 +11,7 @@ from torch import nn
 
 from node.outer.error_feedback import ErrorFeedback
 from node.outer.noloco import NoLoCo
-from node.outer.sgd import OuterSGD, pseudo_gradient
+from node.outer.state import OuterSGD, pseudo_gradient
 from node.tasks.base import Batch
 from node.tasks.extra import extra_elements, named_tensors, packed, trained_elements, unpacked
 from node.tasks.recipe import Recipe

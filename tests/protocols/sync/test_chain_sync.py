@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from node.outer.sgd import OuterSGD
+from node.outer.state import OuterSGD
 from protocols import wire
 from protocols.base import Member, RoundKey
 from protocols.consensus.record import Kind

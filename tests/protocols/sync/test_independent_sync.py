@@ -13,9 +13,8 @@ import torch
 
 from node.outer.independent_loop import DRIFT_FACTOR, IndependentOuterLoop
 from node.outer.round_history import LocalHistory
-from node.outer.sgd import OuterSGD
 from node.outer.sketch import Sketch, furthest, sketch
-from node.outer.state import OuterState
+from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from protocols.base import Host, Member, PeerId, RoundKey, Settings

@@ -13,8 +13,8 @@ import numpy
 import pytest
 import torch
 
-from node.outer import sgd as outers
-from node.outer.sgd import OuterSGD, pseudo_gradient
+from node.outer import state as outers
+from node.outer.state import OuterSGD, pseudo_gradient
 from protocols.base import Vector
 from tests.golden import outer as golden
 from tests.support.paths import REPOSITORY
@@ -62,7 +62,7 @@ def test_trajectories_match_the_golden_bits(threads: int, restored: None) -> Non
 
 def test_golden_bits_do_not_depend_on_the_processor() -> None:
     """torch uses no vector instructions at all here, and the self-test passes."""
-    program = "from tests.golden import outer; from node.outer.sgd import self_test; import json; self_test(); "
+    program = "from tests.golden import outer; import json; outer.self_test(); "
     run = subprocess.run(
         [sys.executable, "-c", program + "print(json.dumps(outer.trajectories()))"],
         cwd=REPOSITORY,
@@ -127,9 +127,9 @@ def test_pseudo_gradient_points_back_to_the_anchor() -> None:
 
 
 def test_this_machine_passes_the_self_test(restored: None) -> None:
-    outers.self_test()
+    golden.self_test()
     torch.set_num_threads(2)
-    outers.self_test()
+    golden.self_test()
 
 
 def fused(self: OuterSGD, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
@@ -143,7 +143,7 @@ def fused(self: OuterSGD, anchor: Vector, velocity: Vector, delta: Vector) -> bo
 def test_fused_rounding_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OuterSGD, "step", fused)
     with pytest.raises(RuntimeError, match="differs from the reference") as raised:
-        outers.self_test()
+        golden.self_test()
     assert "\n" not in str(raised.value)
 
 
@@ -157,18 +157,18 @@ def test_different_multiplication_fails_the_self_test(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "mul", differently)
     with pytest.raises(RuntimeError, match="differs from the reference"):
-        outers.self_test()
+        golden.self_test()
 
 
 def test_flushing_subnormals_fails_the_self_test(restored: None) -> None:
     assert torch.set_flush_denormal(True)
     with pytest.raises(RuntimeError, match="flushes subnormal numbers"):
-        outers.self_test()
+        golden.self_test()
 
 
 def test_pattern_has_both_signs_and_subnormals() -> None:
     for step in range(1, 7):
-        pattern = outers._pattern(4096, step)
+        pattern = golden.pattern(4096, step)
         subnormal = (pattern != 0) & (pattern.abs() < 2.0**-126)
         assert pattern.isfinite().all() and subnormal.any()
         assert (pattern < 0).any() and (pattern > 1e3).any()
