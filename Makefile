@@ -13,7 +13,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	$$each -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$each; break; }; done)
 
-.PHONY: install swarm lint check test sim chaos chaos-table soak docker-test bench bench-peers clean
+.PHONY: install swarm lint check test sim chaos chaos-table soak docker-test gpu-test bench bench-peers clean
 
 install: $(STAMP)
 
@@ -120,6 +120,12 @@ soak: install
 # exit code 77 where that is not to be had. BASE and PIP_ARGS are the image's build arguments.
 docker-test: install
 	$(BIN)/python -m tests.docker $(if $(BASE),--base "$(BASE)") $(if $(filter undefined,$(origin PIP_ARGS)),,--pip-args="$(PIP_ARGS)")
+
+# What only a GPU shows, in at most ten minutes; nothing is installed for it, and the tests of what is not there are left
+# out. Exit code 2 where there is no GPU: nothing was tested. DEVICE=cpu runs the same tests on the CPU.
+DEVICE := cuda
+gpu-test:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu --device $(DEVICE) $(ARGS)
 
 # The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again. The long
 # runs of the laboratory take hours more: only what is done is shown (without --show, they go on).

@@ -43,6 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The tests of models of Hugging Face run in one process: its libraries take seconds to load.
     """
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]  # `python -m tests.gpu` runs them
     if not config.option.long:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     if not config.pluginmanager.hasplugin("xdist"):

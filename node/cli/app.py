@@ -104,6 +104,12 @@ def swarm(
     ] = None,
     inner: options.InnerOption = None,
     run: options.RunFileOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Where all peers train: auto, cpu, cuda or mps. Default: auto.", show_default=False
+        ),
+    ] = None,
     dir: Annotated[
         Path | None,
         typer.Option(
@@ -122,6 +128,8 @@ def swarm(
         from node.cli.swarm_command import Swarm, swarm_directory
 
         of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
+        if device:  # refused before anything is started
+            load_peer({"device": device}, os.environ, run)
         stages = _check(of_run, rounds) if any(of_run.values()) else 1  # before anything is started
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
@@ -130,6 +138,7 @@ def swarm(
             peers=peers,
             stages=stages,
             run=run,
+            device=device,
             founder_options={"--rounds": rounds, "--protocol": protocol, "--task": task, "--inner": inner},
             page=page,
             as_json=json,

@@ -162,12 +162,15 @@ class Swarm:
         peers: int,
         stages: int = 1,
         run: Path | None = None,
+        device: str | None = None,
         founder_options: Mapping[str, object] = MappingProxyType({}),
         page: bool = True,
         as_json: bool = False,
     ) -> None:
         self._directory, self._screen, self._as_json = directory, Screen(as_json), as_json
         self._stages, self._run, self._page, self._founder_options = stages, run, page, founder_options
+        threads = max(1, usable_cores() // peers)
+        self._machine = ("--threads", str(threads), *(("--device", device) if device else ()))
         names = [f"peer-{number}" for number in range(1, peers + 1)]
         given = variables(run, os.environ) if run else {}  # only the founder reads the file itself
         self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
@@ -230,7 +233,7 @@ class Swarm:
             "--wait-for": len(self._peers),
         }
         options = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
-        await founder.start((*self._threads(), self._page_option(), *options))
+        await founder.start((*self._machine, self._page_option(), *options))
         until = asyncio.get_running_loop().time() + START_SECONDS
         while founder.running and asyncio.get_running_loop().time() < min(until, self._until):
             await founder.look(LOOK_SECONDS)
@@ -258,9 +261,6 @@ class Swarm:
         late = f"{founder.name} has not started the run within {START_SECONDS:g} s: is this machine too busy?"
         return f"{late} Its last output: {founder.output_tail}"
 
-    def _threads(self) -> tuple[str, str]:
-        return "--threads", str(max(1, usable_cores() // len(self._peers)))
-
     async def _join(self, founder: Participant) -> None:
         assert founder.status is not None
         where = ["--bootstrap", founder.status.addresses[0], "--run-id", founder.status.run_id]
@@ -268,7 +268,7 @@ class Swarm:
             where += ["--task", founder.status.task]
         for place, each in enumerate(self._peers[1:], 1):  # the founder is in stage 0
             stage = ("--stage", str(place % self._stages)) if self._stages > 1 else ()
-            await each.start((*self._threads(), "--no-page", *where, *stage))
+            await each.start((*self._machine, "--no-page", *where, *stage))
 
     # -- watching -----------------------------------------------------------------------------------------------------
 

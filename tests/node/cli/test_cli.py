@@ -200,6 +200,7 @@ def test_output_on_a_full_disk_gives_one_line(
         (["join", "--state-dir", ""], "--state-dir': the path is empty: give one"),
         (["join", "--run-id", "0123456789ab"], "of its peers with --bootstrap; to start a new run, leave"),
         (["swarm", "--peers", "0"], "--peers"),
+        (["swarm", "--device", "tpu"], "flag --device: must be 'auto', 'cpu', 'cuda' or 'mps', not 'tpu'"),
         (["swarm", "--protocol", "gosip"], 'unknown protocol "gosip": did you mean "gossip"?'),
         (["swarm", "--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
         (["status", "extra"], "extra"),
