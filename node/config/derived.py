@@ -49,6 +49,7 @@ def worker_spec(
         threads=0 if mine.threads == "auto" else mine.threads,
         peers_here=1 + workers_here(),
         precision=mine.precision,
+        checkpointing=mine.checkpointing,
         nice=mine.nice,
         stage=stage,
         timeout_seconds=mine.worker_timeout_seconds,
@@ -132,7 +133,7 @@ def _hf_values(settings: HfSettings, mine: PeerConfig, pins: ModelPins | None) -
         like = f"the founder's is {pins.base}, {pins.size / 1e9:.2f} GB" if pins else "a folder, or ORG/NAME@REVISION"
         raise ConfigError(f"task hf needs a model on this machine: give it by --model ({like})", "model")
     files = (str(each or "") for each in (mine.held_out, mine.template))
-    machine = HfMachine(mine.model, mine.checkpointing, mine.compile, *files)
+    machine = HfMachine(mine.model, mine.compile, *files)
     return HfValues(settings, machine, pins)
 
 

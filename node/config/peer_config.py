@@ -272,7 +272,11 @@ class PeerConfig:
         metavar="FILE",
         only_hf=True,
     )
-    checkpointing: bool = setting(False, "Task hf: take less memory, and a third more time.", only_hf=True)
+    checkpointing: bool = setting(
+        False,
+        "Take less memory, and about a third more time.",
+        more="The activations of each block are computed again in the backward pass; the results are the same bits.",
+    )
     compile: bool = setting(
         False,
         "Task hf: have torch compile the model.",

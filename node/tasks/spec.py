@@ -73,6 +73,7 @@ class WorkerSpec:
     threads: int = 0  # for computation; 0: measure, starting with this worker's share of the cores
     peers_here: int = 1  # on this machine
     precision: str = "auto"  # of the forward pass; "auto": bfloat16 where it was measured to be faster
+    checkpointing: bool = False  # compute activations again in the backward pass
     nice: int = 0  # added to the worker's niceness
     stage: StageValues | None = None
     timeout_seconds: float | None = None  # without a sign of work (`node.training.liveness`); None: default

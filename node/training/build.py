@@ -11,6 +11,7 @@ import torch
 from node.runtime.notes import note, warn
 from node.tasks import user_task as own
 from node.tasks.base import TaskContext
+from node.tasks.checkpointing import checkpoint_blocks, repeated_blocks
 from node.tasks.given_data import GivenData
 from node.tasks.gpt import GptTask
 from node.tasks.gpt_presets import Preset
@@ -62,6 +63,11 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         return _build_hf(spec, data, device, place, resume)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
+        if spec.checkpointing:
+            blocks = repeated_blocks(own_task.module)
+            if not blocks and not replaces:
+                note(f"task {values.name}: --checkpointing has no effect, because the module has no list of blocks")
+            checkpoint_blocks(blocks)
         lines = own_task.try_out(spec.stream_seed, training=spec.recipe.mean == "token")
         for line in lines if not replaces else ():
             note(line)
@@ -72,6 +78,8 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     text = load(spec.data, spec.held_out, data)
     preset = Preset(values.shape, values.rows, spec.recipe)
     task = GptTask(preset, text, spec.weights_seed, device)
+    if spec.checkpointing:
+        checkpoint_blocks(task.module.model.layers.values())
     autocast = _autocast(spec.precision, device, values.shape.width)
     learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
     held_out = text.held_out.numpy().tobytes()
@@ -90,7 +98,16 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | 
         # step's gradients in float16, which overflows. What is frozen may be in float16, which takes half the memory.
         autocast, dtype = torch.float16, torch.float16 if values.settings.train == "lora" else torch.float32
     torch.manual_seed(spec.weights_seed)  # of the adapters
-    task = make_task(values, data, spec.held_out, device, dtype, spec.stream_seed, spec.recipe.batches)
+    task = make_task(
+        values,
+        data,
+        held_out=spec.held_out,
+        device=device,
+        dtype=dtype,
+        checkpointing=spec.checkpointing,
+        seed=spec.stream_seed,
+        step_batches=spec.recipe.batches,
+    )
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
     learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
     if not resume and spec.held_out is not None and values.settings.train == "lora":

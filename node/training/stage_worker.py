@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from node.runtime.notes import warn
+from node.tasks.checkpointing import checkpoint_blocks
 from node.tasks.gpt_presets import Preset
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.tasks.paced_stage import SIZES, PacedStage, WrongWeights
@@ -74,6 +75,8 @@ def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     text = load(spec.data, spec.held_out, spec.given_data(resume)) if stage.number == 0 else None
     task = GptStageTask(preset, partition, stage.number, spec.weights_seed, text)
     task.module.to(device)
+    if spec.checkpointing:
+        checkpoint_blocks(task.module.model.layers.values())
     place, resume = (allocate, resume) if device == "cpu" else (None, False)
     learner = StageLearner(task, spec.recipe, codec, spec.stream_seed, place, resume)
     return Job(learner, held_out=text.held_out.numpy().tobytes() if text else b"")

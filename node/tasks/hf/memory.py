@@ -226,8 +226,8 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
     return found
 
 
-def tell_memory(values: HfValues, device: str, module: Any) -> None:
-    plan = TrainingPlan(module.train(), values.settings, values.machine.checkpointing, device == "cpu")
+def tell_memory(values: HfValues, device: str, checkpointing: bool, module: Any) -> None:
+    plan = TrainingPlan(module.train(), values.settings, checkpointing, device == "cpu")
     try:
         with foreign("it is not known how much memory training needs"):
             need, available = plan.need(), available_bytes(torch.device(device))

@@ -114,7 +114,6 @@ class ModelPins:
 @dataclass(frozen=True, slots=True)
 class HfMachine:
     model: str  # a folder, or ORG/NAME@REVISION on the hub
-    checkpointing: bool = False  # compute activations again in the backward pass
     compile: bool = False
     held_out: str = ""  # a founder's file with the run's sample; "none"; empty: of text, its data
     template: str = ""  # file with the chat template to use instead of the model's own

@@ -175,16 +175,18 @@ def own_rows(
 def make_task(
     values: HfValues,
     data: GivenData,
+    *,
     held_out: Path | None,
     device: str,
     dtype: torch.dtype,
+    checkpointing: bool,
     seed: int,
     step_batches: int,
 ) -> HfTask:
     """Load the model, prepare the data and the held-out rows."""
     settings, machine = values.settings, values.machine
     files = None if is_streamed(data.place) else select(data.place)  # before the model, which takes longer
-    look = partial(tell_memory, values, device)
+    look = partial(tell_memory, values, device, checkpointing)
     loaded = load_model(machine.model, settings, values.pins, device, dtype, look, machine.template)
     if settings.train == "lora":
         tell_frozen_experts(loaded.module, loaded.pins.targets)
@@ -206,7 +208,7 @@ def make_task(
         if values.pins is None or held_out is not None:
             raise ModelError(f"{line}; give more data, a longer context, --held-out FILE or --held-out none")
         warn(f"{line}: this peer trains, and reports no held-out loss")  # each joiner of a chat run has its own
-    if machine.checkpointing:
+    if checkpointing:
         checkpoint_activations(loaded.module)
     return HfTask(
         loaded,

@@ -42,12 +42,19 @@ from tests.support.small_models import (
 RECIPE = {"learning_rate": 3e-3, "outer_learning_rate": 0.9, "outer_momentum": 0.5, "warmup_steps": 0}
 
 
-def job(made: Path, kind: str, batches: int = 1, machine: dict[str, Any] | None = None, **settings: Any) -> Job:
+def job(
+    made: Path,
+    kind: str,
+    batches: int = 1,
+    machine: dict[str, Any] | None = None,
+    checkpointing: bool = False,
+    **settings: Any,
+) -> Job:
     """A job of a founder on one of the small models."""
     data = made / ("chat.jsonl" if settings.get("format") == "chat" else "story.txt")
     values = HfValues(HfSettings(context=64, **settings), HfMachine(str(made / kind), **(machine or {})))
     recipe = Recipe(10, 4, batches=batches, mean="token", decay="matrices", **RECIPE)  # type: ignore[arg-type]
-    spec = WorkerSpec(values, recipe, 3, data=data, device="cpu")
+    spec = WorkerSpec(values, recipe, 3, data=data, device="cpu", checkpointing=checkpointing)
     assert WorkerSpec.from_json(spec.to_json()) == spec
     with torch.random.fork_rng():
         return build(spec, torch.empty, False)
@@ -126,7 +133,7 @@ def test_model_that_mixes_packed_texts_is_noticed(made: Path) -> None:
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_checkpointing_changes_no_bit(made: Path, train: str) -> None:
     plain = gradient(learner_of(made, "qwen3", train=train))[0]
-    learner = learner_of(made, "qwen3", train=train, machine={"checkpointing": True})
+    learner = learner_of(made, "qwen3", train=train, checkpointing=True)
     calls: list[int] = []
     for each in learner._task.module.modules():
         if type(each).__name__ == "Qwen3MLP":
