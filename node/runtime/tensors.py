@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -94,21 +94,59 @@ def _entry(fields: dict[str, Any]) -> TensorEntry:
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> int:
     """Write a file of these tensors, over an existing one, and return its size. The file is not flushed to disk."""
-    start = header({name: entry_of(tensor) for name, tensor in tensors.items()}, about)
+    size = create(path, {name: entry_of(tensor) for name, tensor in tensors.items()}, about)
+    write_parts(path, [(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()])
+    return size
+
+
+def create(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str]) -> int:
+    """Write a file whose values `write_part` fills in later, over an existing one, and return its size."""
+    start = header(entries, about)
+    size = len(start) + sum(_SIZES[dtype] * prod(shape) for dtype, shape in entries.values())
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        os.ftruncate(file, 0)
         put(file, start, 0)
-        at = len(start)
-        for tensor in tensors.values():
+        os.ftruncate(file, size)
+    finally:
+        os.close(file)
+    return size
+
+
+Part: TypeAlias = tuple[str, tuple[int, ...], int, torch.Tensor]
+"""Name and shape of a tensor in a file, the offset in elements of a part of it, and the part."""
+
+
+def write_parts(path: Path, parts: Iterable[Part]) -> None:
+    """Write parts of the tensors of a file, which all have to be in it. Raises `Unreadable`, OSError."""
+    with path.open("r+b", buffering=0) as file:
+        for tensor, at in _placed(file.fileno(), parts):
             for piece in _pieces(tensor):
                 data, held = scratch(len(piece), tensor.dtype)
                 held.copy_(piece)
-                put(file, data, at)
+                put(file.fileno(), data, at)
                 at += len(data)
-        os.ftruncate(file, at)
-    finally:
-        os.close(file)
-    return at
+
+
+def read_parts(path: Path, parts: Iterable[Part]) -> None:
+    """Copy parts of the tensors of a file into these. Raises `Unreadable`, OSError; some may have been copied then."""
+    with path.open("rb", buffering=0) as file:
+        for tensor, at in _placed(file.fileno(), parts):
+            for piece in _pieces(tensor):
+                data, values = scratch(len(piece), tensor.dtype)
+                get(file.fileno(), data, at)
+                piece.copy_(values)
+                at += len(data)
+
+
+def _placed(file: int, parts: Iterable[Part]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Each part with its offset in bytes in the file."""
+    found, start = read_header(file)
+    for name, shape, offset, tensor in parts:
+        entry = found.get(name)
+        if entry is None or entry.shape != shape or _DTYPES[entry.dtype] != tensor.dtype:
+            raise Unreadable("its tensors are not those of this model and its optimiser")
+        yield tensor, start + entry.first + offset * _SIZES[entry.dtype]
 
 
 def names(path: Path) -> tuple[str, ...]:
@@ -123,17 +161,10 @@ def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
     Raises `Unreadable` if the file is damaged or holds others, OSError; some tensors may have been copied then.
     """
     with path.open("rb", buffering=0) as file:
-        found, start = read_header(file.fileno())
-        held = {name: (each.dtype, each.shape) for name, each in found.items()}
-        if held != {name: entry_of(tensor) for name, tensor in into.items()}:
-            raise Unreadable("its tensors are not those of this model and its optimiser")
-        for name, tensor in into.items():
-            at = start + found[name].first
-            for piece in _pieces(tensor):
-                data, values = scratch(len(piece), tensor.dtype)
-                get(file.fileno(), data, at)
-                piece.copy_(values)
-                at += len(data)
+        found = read_header(file.fileno())[0]
+    if {name: (each.dtype, each.shape) for name, each in found.items()} != {n: entry_of(t) for n, t in into.items()}:
+        raise Unreadable("its tensors are not those of this model and its optimiser")
+    read_parts(path, [(name, tuple(tensor.shape), 0, tensor) for name, tensor in into.items()])
 
 
 def scratch(elements: int, dtype: torch.dtype = torch.float32) -> tuple[memoryview, torch.Tensor]:

@@ -7,7 +7,7 @@ gradient is compared with that of its view, at about .3 µs a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,14 +28,15 @@ class View:
     name: str
     parameter: nn.Parameter
     value: torch.Tensor
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None  # None: the gradient stays where autograd puts it
     is_rounded: bool  # the view is of a rounded copy, which is written anew before each step
     owners: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
     value_at: int = 0
     gradient_at: int = 0
 
     def __post_init__(self) -> None:
-        self.value_at, self.gradient_at = self.value.data_ptr(), self.gradient.data_ptr()
+        self.value_at = self.value.data_ptr()
+        self.gradient_at = self.gradient.data_ptr() if self.gradient is not None else 0
 
     def attach(self) -> None:
         """Make the parameter and its gradient the views, whatever they are now."""
@@ -43,7 +44,8 @@ class View:
         self.attach_gradient()
 
     def attach_gradient(self) -> None:
-        self.parameter.grad = self.gradient.detach()  # not the tensor itself, whose memory `to()` may replace
+        # not the tensor itself, whose memory `to()` may replace
+        self.parameter.grad = None if self.gradient is None else self.gradient.detach()
 
 
 class Views:
@@ -74,7 +76,7 @@ class Views:
         for view in self._views:
             self._check_value(view)
             gradient = view.parameter.grad
-            if gradient is None and has_changed:
+            if gradient is None and view.gradient is not None and has_changed:
                 view.gradient.zero_()
             elif gradient is not None and gradient.data_ptr() != view.gradient_at:
                 is_left |= is_first and bool(gradient.any())
@@ -89,6 +91,8 @@ class Views:
         for view in self._views:
             self._check_value(view)
             gradient = view.parameter.grad
+            if view.gradient is None:
+                continue
             if gradient is None or gradient.data_ptr() != view.gradient_at:
                 if gradient is not None:
                     view.gradient.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
@@ -103,6 +107,9 @@ class Views:
     def detach(self) -> None:
         for view in self._views:
             view.parameter.data, view.parameter.grad = view.value, None
+
+    def __iter__(self) -> Iterator[View]:
+        return iter(self._views)
 
     def _versions(self) -> int:
         return sum(gradient._version for gradient in self._gradients)
@@ -159,7 +166,7 @@ class FlatParameters:
 
     def collect(self) -> None:
         """Add the gradients of the last backward pass in bfloat16 to the float32 ones, and set them to zero."""
-        if self.compute:
+        if self.compute and len(self.gradient):
             self.gradient.add_(self.compute[1])
             self.compute[1].zero_()
 
@@ -194,11 +201,15 @@ def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, 
 
 
 def flatten_parameters(
-    named: NamedParameters, allocate: Callable[[int], Vector] | None = None, resume: bool = False
+    named: NamedParameters,
+    allocate: Callable[[int], Vector] | None = None,
+    resume: bool = False,
+    gradients: bool = True,
 ) -> FlatParameters:
     """Move parameters into flat vectors, in their order. Their values do not change.
 
-    Gradients are views as well: fill their vector with zeros, never set them to None.
+    Gradients are views as well: fill their vector with zeros, never set them to None. Without `gradients` they are
+    autograd's own, and their vector is empty.
     `views` mends what a user's code does to them.
     """
     parameters = require_trainable(named)
@@ -207,11 +218,11 @@ def flatten_parameters(
     (size,) = layout.sizes()
     # the dtype is named, because a user's code may have changed torch's default
     vector = torch.empty(size, dtype=torch.float32, device=device) if allocate is None else allocate(size)
-    gradient = torch.zeros(size, dtype=torch.float32, device=device)
+    gradient = torch.zeros(size if gradients else 0, dtype=torch.float32, device=device)
     compute = None
     if any(parameter.dtype == torch.bfloat16 for _, parameter in parameters):
         rounded = torch.zeros(size, dtype=torch.bfloat16, device=device)
-        compute = (rounded, torch.zeros_like(rounded))
+        compute = (rounded, torch.zeros_like(rounded[: len(gradient)]))
     views, low = [], 0
     for name, parameter in parameters:
         high = low + parameter.numel()
@@ -219,10 +230,11 @@ def flatten_parameters(
             vector[low:high].view(parameter.shape).copy_(parameter.detach())
         is_rounded = compute is not None and parameter.dtype != torch.float32
         values, slopes = compute if compute and is_rounded else (vector, gradient)
-        value, slope = (each[low:high].view(parameter.shape) for each in (values, slopes))
+        value = values[low:high].view(parameter.shape)
+        slope = slopes[low:high].view(parameter.shape) if gradients else None
         views.append(View(name, parameter, value, slope, is_rounded))
         low = high
-    gradients = (gradient, compute[1]) if compute else (gradient,)
-    flat = FlatParameters(layout, vector, gradient, Views(views, gradients), compute)
+    held = (gradient, compute[1]) if compute else (gradient,)
+    flat = FlatParameters(layout, vector, gradient, Views(views, held), compute)
     flat.refresh()
     return flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ from node.tasks.recipe import OptionValue, Recipe, require
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
+SHARDS = ("zero1", "zero2", "zero3")
+
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,2})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,9 @@ class WorkerSpec:
     data: Path | None = None  # a file or a folder; None: the source code of the standard library
     held_out: Path | None = None  # the run's evaluation sample; None: a part of this peer's own text, as a founder does
     device: str = "auto"  # "auto" uses cuda or mps if available
+    devices: tuple[str, ...] = ()  # of several ranks (`node.ranks`), in place of `device`
+    shard: str = "zero1"  # how several ranks divide the training
+    tensor_parallel: int = 1  # ranks among which each layer is divided
     threads: int = 0  # for computation; 0: measure, starting with this worker's share of the cores
     peers_here: int = 1  # on this machine
     precision: str = "auto"  # of the forward pass; "auto": bfloat16 where it was measured to be faster
@@ -83,9 +91,13 @@ class WorkerSpec:
         require(self, "threads", lambda value: value >= 0, "0 or more")
         require(self, "peers_here", lambda value: value >= 1, "at least 1")
         require(self, "nice", lambda value: 0 <= value <= 19, "0 to 19")
-        for name, words in (("device", DEVICES), ("precision", PRECISIONS)):
+        for name, words in (("precision", PRECISIONS), ("shard", SHARDS)):
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, not {getattr(self, name)!r}")
+
+        for device in (self.device, *self.devices):
+            if not _DEVICE.fullmatch(device):
+                raise ValueError(f"device must be one of {', '.join(DEVICES)}, or cuda:0 and so on, not {device!r}")
 
     def to_json(self) -> str:
         return json.dumps({"task": type(self.values).__name__, **asdict(self)}, default=str)
@@ -97,9 +109,14 @@ class WorkerSpec:
         recipe = fields.pop("recipe")
         if stage := fields.pop("stage"):
             fields["stage"] = StageValues(**stage | {"bounds": tuple(stage["bounds"])})
+        fields["devices"] = tuple(fields["devices"])
         for name in ("data", "held_out", "record"):
             fields[name] = Path(fields[name]) if fields[name] else None
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
+
+    @property
+    def ranks(self) -> int:
+        return max(1, len(self.devices))
 
     def given_data(self, resume: bool) -> GivenData:
         return GivenData(self.data, self.record, not resume)

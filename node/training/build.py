@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
@@ -42,10 +43,14 @@ class Job:
 
 
 Allocate: TypeAlias = Callable[[int], Vector]
+MakeLearner: TypeAlias = Callable[..., Any]
+"""Called with the task, the recipe, the stream's seed and, by name, `resume` and `autocast`."""
 
 
-def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
+def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner | None = None) -> Job:
     """Load data and model. On the CPU the parameters are in the vector of `allocate`, where `resume` finds them.
+
+    `make` makes the learner of a task's module, in place of `TaskLearner`.
 
     On another device the caller has to copy them. Raises `ValueError`, with one line, if data, device or a
     user's module are missing or unsuitable.
@@ -58,9 +63,10 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     replaces = resume  # another worker, which has said what there is to say
     if not replaces:
         _tell_slow(spec.precision, device)
-    place, resume = (allocate, resume) if device == "cpu" else (None, False)
+    place, kept = (allocate, resume) if device == "cpu" else (None, False)
+    make = make or partial(TaskLearner, allocate=place)
     if isinstance(values, HfValues):
-        return _build_hf(spec, data, device, place, resume)
+        return _build_hf(spec, data, device, make, kept)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         if spec.checkpointing:
@@ -73,7 +79,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
             note(line)
         torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
         autocast = _autocast(spec.precision, device, width=0)
-        learner = TaskLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast)
+        learner = make(own_task, spec.recipe, spec.stream_seed, resume=kept, autocast=autocast)
         return Job(learner, timeout_seconds=own_task.timeout_seconds, loss_scale=learner.loss_scale)
     text = load(spec.data, spec.held_out, data)
     preset = Preset(values.shape, values.rows, spec.recipe)
@@ -81,12 +87,12 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     if spec.checkpointing:
         checkpoint_blocks(task.module.model.layers.values())
     autocast = _autocast(spec.precision, device, values.shape.width)
-    learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
+    learner = make(task, spec.recipe, spec.stream_seed, resume=kept, autocast=autocast)
     held_out = text.held_out.numpy().tobytes()
     return Job(learner, held_out=held_out, generate=task.module.generate, loss_scale=learner.loss_scale)
 
 
-def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | None, resume: bool) -> Job:
+def _build_hf(spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner, resume: bool) -> Job:
     from node.tasks.hf.task import make_task  # only a worker of this task loads transformers
 
     values = spec.values
@@ -109,7 +115,7 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, place: Allocate | 
         step_batches=spec.recipe.batches,
     )
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
-    learner = TaskLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
+    learner = make(task, spec.recipe, spec.stream_seed, resume=resume, autocast=autocast)
     if not resume and spec.held_out is not None and values.settings.train == "lora":
         task.compare_base(learner.evaluate(), values.pins)
 
@@ -129,7 +135,8 @@ def device_of(name: str) -> str:
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return next(each for each in ("cuda", "mps", "cpu") if there[each])
-    if not there[name]:
+    kind, _, number = name.partition(":")
+    if not there[kind] or (number and int(number) >= torch.cuda.device_count()):
         raise ValueError(f"no device {name} on this machine that this build of torch can use: try --device auto")
     return name
 

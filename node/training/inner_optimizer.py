@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from node.runtime import tensors
 from node.runtime.notes import warn
 from node.tasks.recipe import Recipe
 from node.training.muon import Muon
@@ -82,25 +83,57 @@ class Moment:
     offset: int  # of this part's first element
     tensor: torch.Tensor
 
+    @property
+    def part(self) -> tensors.Part:
+        return self.name, self.shape, self.offset, self.tensor
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Trained:
-    """A parameter of an optimiser: a part of a run of tensors, or a matrix. `of` is the number of these."""
+class Trained:
+    """A parameter of an optimiser, which is a part of a run of tensors, or of a matrix.
+
+    `of` is the number of these runs or matrices, `number` this one's. `places` are the offsets in it of the rows of the
+    parameter; a single one of a parameter that is in one piece.
+    """
 
     optimizer: torch.optim.Optimizer
     parameter: torch.nn.Parameter
     number: int
     of: int
     shape: tuple[int, ...]  # of the whole run, or of the matrix
-    offset: int  # of this part in it
+    places: Sequence[int] = (0,)
 
     def moments(self, make: bool) -> Iterator[Moment]:
         state = self.optimizer.state[self.parameter]
         if make and not state:
             state.update(_first_state(self.optimizer, self.parameter))
-        suffix = f".{self.number}" if self.of > 1 else ""
-        for name, tensor in state.items():
-            yield Moment(f"{name}{suffix}", self.shape if tensor.dim() else (), self.offset, tensor)
+        for key, tensor in state.items():
+            name = moment_name(key, self.number, self.of)
+            if not tensor.dim():
+                yield Moment(name, (), 0, tensor)
+            elif len(self.places) == 1:
+                yield Moment(name, self.shape, self.places[0], tensor)
+            else:
+                rows = tensor.reshape(len(self.places), -1)
+                yield from (Moment(name, self.shape, at, row) for at, row in zip(self.places, rows, strict=True))
+
+
+def moment_entries(layout: Layout, recipe: Recipe) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tensors of the whole state, as `tensors.header` has them: they do not depend on how it is divided."""
+    entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+    muon = recipe.inner_optimizer == "muon"
+    every = matrices(layout) if muon else []
+    for number, (_, _, shape) in enumerate(every):
+        entries[moment_name("momentum_buffer", number, len(every))] = ("F32", shape)
+    runs = spans(layout, lambda *tensor: not (muon and is_hidden_matrix(*tensor)))
+    for number, (low, high) in enumerate(runs):
+        for key, shape in (("step", ()), ("exp_avg", (high - low,)), ("exp_avg_sq", (high - low,))):
+            entries[moment_name(key, number, len(runs))] = ("F32", shape)
+    return entries
+
+
+def moment_name(key: str, number: int, of: int) -> str:
+    return f"{key}.{number}" if of > 1 else key
 
 
 class LossScale:
@@ -146,56 +179,26 @@ class InnerOptimizer:
     """Clips the gradient, sets the recipe's learning rate, and takes the step of the recipe's optimiser.
 
     Muon's step is about the size of AdamW's (Liu et al. 2025, section 2.2), so both take the same learning rate.
-    `vector` and `gradient` begin at element `low` of the layout's vector, and may end before it. With Muon, no matrix
-    may be divided. `total` returns the sum of a number over all that hold other parts. With a loss scale, the caller
-    multiplies the loss by its `factor`.
+    With a loss scale, the caller multiplies the loss by its `factor`.
     """
 
     def __init__(
         self,
-        layout: Layout,
-        vector: Vector,
-        *,
-        gradient: Vector,
         recipe: Recipe,
-        low: int = 0,
-        total: Callable[[float], float] = float,
+        trained: Sequence[Trained],
+        *,
+        gradients: list[torch.Tensor],
+        decayed: list[torch.Tensor],
         loss_scale: LossScale | None = None,
     ) -> None:
-        self._gradient, self._recipe, self._total = gradient, recipe, total
-        self._loss_scale = loss_scale
+        self._recipe, self._trained = recipe, trained
+        self._gradients, self._decayed, self._loss_scale = gradients, decayed, loss_scale
+        self._optimizers = list(dict.fromkeys(each.optimizer for each in trained))
         self._skipped, self._told = 0, False  # steps skipped in a row, and whether the user was told of these
-        muon = recipe.inner_optimizer == "muon"
-        decayed = spans(layout, is_decayed) if recipe.decay == "matrices" else []
-        self._decayed = [vector[a - low : b - low] for _, a, b in _cut(decayed, low, low + len(vector))]
-        self._trained: list[_Trained] = []
-        if muon:
-            self._add_muon(layout, vector, low)
-        runs = spans(layout, lambda *tensor: not (muon and is_hidden_matrix(*tensor)))
-        found = [*_cut(runs, low, low + len(vector))]
-        parameters = [_parameter(vector[a - low : b - low], gradient[a - low : b - low]) for _, a, b in found]
-        if parameters:
-            # One parameter for each run of tensors: a step is a few passes over it, however many tensors it holds.
-            decay = _own_decay(recipe)
-            adamw = torch.optim.AdamW(parameters, recipe.learning_rate, recipe.betas, weight_decay=decay, fused=True)
-            for parameter, (number, a, _) in zip(parameters, found, strict=True):
-                begin, end = runs[number]
-                self._trained.append(_Trained(adamw, parameter, number, len(runs), (end - begin,), a - begin))
-        self._optimizers = list(dict.fromkeys(each.optimizer for each in self._trained))
-
-    def _add_muon(self, layout: Layout, vector: Vector, low: int) -> None:
-        every = matrices(layout)
-        mine = [(at, *each) for at, each in enumerate(every) if low <= each[0] and each[1] <= low + len(vector)]
-        views = [(vector[a - low : b - low].view(shape), self._gradient[a - low : b - low]) for _, a, b, shape in mine]
-        parameters = [_parameter(value, gradient.view(value.shape)) for value, gradient in views]
-        if parameters:
-            muon = Muon(parameters, self._recipe.learning_rate, _own_decay(self._recipe))
-            for parameter, (number, _, _, shape) in zip(parameters, mine, strict=True):
-                self._trained.append(_Trained(muon, parameter, number, len(every), shape, 0))
 
     def clear(self) -> None:
         """The gradients stay views of their vector."""
-        self._gradient.zero_()
+        torch._foreach_zero_(self._gradients)
 
     def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
         """Take the step along the gradients / `divisor`; False, and no change, if they are not finite."""
@@ -204,11 +207,11 @@ class InnerOptimizer:
             whole *= self._loss_scale.factor
             self._loss_scale.expect(divisor)
         if whole != 1:
-            self._gradient.div_(whole)
-        norm = self._norm()
+            torch._foreach_div_(self._gradients, whole)
+        norm = self.norm()
         if not self._is_usable(norm):
             return False
-        self._gradient.mul_(min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
+        torch._foreach_mul_(self._gradients, min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
         rate = self._rate(round_number, step)
         if self._decayed:
             torch._foreach_mul_(self._decayed, 1 - rate * self._recipe.weight_decay)
@@ -217,9 +220,9 @@ class InnerOptimizer:
             optimizer.step()
         return True
 
-    def _norm(self) -> float:
-        norm = float(torch.linalg.vector_norm(self._gradient))
-        return norm if self._total is float else math.sqrt(self._total(norm * norm))
+    def norm(self) -> float:
+        (gradient,) = self._gradients
+        return float(torch.linalg.vector_norm(gradient))
 
     def _is_usable(self, norm: float) -> bool:
         """Whether the gradient is finite. If it is not, and this will hardly change, the user is told once."""
@@ -255,7 +258,52 @@ class InnerOptimizer:
         return self._recipe.rate(round_number * steps + min(step, steps - 1))
 
 
-def _cut(runs: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+class FlatOptimizer(InnerOptimizer):
+    """Of a part of the layout's vector, which begins at element `low`. With Muon, no matrix may be divided."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        vector: Vector,
+        *,
+        gradient: Vector,
+        recipe: Recipe,
+        low: int = 0,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        trained: list[Trained] = []
+        if muon := recipe.inner_optimizer == "muon":
+            trained += _muon(layout, vector, gradient, recipe, low)
+        runs = spans(layout, lambda *tensor: not (muon and is_hidden_matrix(*tensor)))
+        parts = [*cut(runs, low, low + len(vector))]
+        # One parameter for each run of tensors: a step is a few passes over it, however many tensors it holds.
+        parameters = [parameter_of(vector[a - low : b - low], gradient[a - low : b - low]) for _, a, b in parts]
+        if parameters:
+            adamw = adamw_of(parameters, recipe)
+            for parameter, (number, a, _) in zip(parameters, parts, strict=True):
+                begin, end = runs[number]
+                trained.append(Trained(adamw, parameter, number, len(runs), (end - begin,), (a - begin,)))
+        decayed = spans(layout, is_decayed) if recipe.decay == "matrices" else []
+        views = [vector[a - low : b - low] for _, a, b in cut(decayed, low, low + len(vector))]
+        super().__init__(recipe, trained, gradients=[gradient], decayed=views, loss_scale=loss_scale)
+
+
+def _muon(layout: Layout, vector: Vector, gradient: Vector, recipe: Recipe, low: int) -> Iterator[Trained]:
+    every = matrices(layout)
+    mine = [(at, *each) for at, each in enumerate(every) if low <= each[0] and each[1] <= low + len(vector)]
+    views = [[part[a - low : b - low].view(shape) for part in (vector, gradient)] for _, a, b, shape in mine]
+    if parameters := [parameter_of(*each) for each in views]:
+        muon = Muon(parameters, recipe.learning_rate, own_decay(recipe))
+        for parameter, (number, _, _, shape) in zip(parameters, mine, strict=True):
+            yield Trained(muon, parameter, number, len(every), shape)
+
+
+def adamw_of(parameters: Sequence[torch.nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    decay = own_decay(recipe)
+    return torch.optim.AdamW(parameters, recipe.learning_rate, recipe.betas, weight_decay=decay, fused=True)
+
+
+def cut(runs: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """The parts of the runs in [low, high), each with the number of its run."""
     for number, (begin, end) in enumerate(runs):
         if max(begin, low) < min(end, high):
@@ -270,11 +318,11 @@ def _standstill(skipped: int, is_float16: bool) -> str:
     return f"{start}: is the learning rate too high, or is something in the data not a number?"
 
 
-def _own_decay(recipe: Recipe) -> float:
+def own_decay(recipe: Recipe) -> float:
     return 0.0 if recipe.decay == "matrices" else recipe.weight_decay
 
 
-def _parameter(value: torch.Tensor, gradient: torch.Tensor) -> torch.nn.Parameter:
+def parameter_of(value: torch.Tensor, gradient: torch.Tensor) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(value)
     parameter.grad = gradient
     return parameter

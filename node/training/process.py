@@ -70,7 +70,7 @@ class WorkerProcess:
             sys.executable,
             "-P",
             "-m",
-            "node.training.stage_worker" if spec.stage else "node.training.worker",
+            _program(spec),
             *map(str, (memory, theirs.fileno())),
         ]
         with theirs:
@@ -169,6 +169,12 @@ class WorkerProcess:
     async def end(self) -> None:
         self._writer.close()
         await self.child.kill()
+
+
+def _program(spec: WorkerSpec) -> str:
+    if spec.ranks > 1:
+        return "node.ranks.worker"
+    return "node.training.stage_worker" if spec.stage else "node.training.worker"
 
 
 def _log_line(dump: FaultDump, line: str | None) -> None:

@@ -15,7 +15,7 @@ from node.tasks.flat import flatten
 from node.tasks.gpt_presets import VOCABULARY
 from node.tasks.gpt_stage import ActivationShape, GptStageTask
 from node.tasks.recipe import Recipe
-from node.training.inner_optimizer import InnerOptimizer
+from node.training.inner_optimizer import FlatOptimizer
 from node.training.trainer import Learner
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.pipeline.job import JobKind, JobResult, StageJob, StageSizes
@@ -124,7 +124,7 @@ class StageLearner:
         self.position = 0
         self._task, self._codec, self._seed = task, codec, seed
         self._device = flat.vector.device
-        self._optimizer = InnerOptimizer(flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe)
+        self._optimizer = FlatOptimizer(flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe)
         self._accumulated = _Accumulated()
 
     # -- jobs ---------------------------------------------------------------------------------------------------------

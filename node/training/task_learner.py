@@ -14,9 +14,9 @@ import torch
 from node.tasks.base import Batch, Step, Task, count_targets, extra, trained
 from node.tasks.bystanders import Bystanders
 from node.tasks.extra import ExtraTensors
-from node.tasks.flat import flatten_parameters
+from node.tasks.flat import FlatParameters, flatten_parameters
 from node.tasks.recipe import Recipe
-from node.training.inner_optimizer import InnerOptimizer, LossScale, matrices
+from node.training.inner_optimizer import FlatOptimizer, InnerOptimizer, LossScale, matrices
 from protocols.base import Layout, Vector
 
 
@@ -43,13 +43,14 @@ class TaskLearner:
         allocate: Callable[[int], Vector] | None = None,
         resume: bool = False,
         autocast: torch.dtype | None = None,
+        gradients: bool = True,
     ) -> None:
         parameters, self._extra_names = trained(task), extra(task)
         on_device = partial(torch.empty, dtype=torch.float32, device=parameters[0][1].device)
         count = sum(parameter.numel() for _, parameter in parameters)
         self._extra = ExtraTensors(task.module, self._extra_names or (), count)
         place = self._extra.allocate(allocate or on_device, resume)
-        self._flat = flat = flatten_parameters(parameters, place, resume)
+        self._flat = flat = flatten_parameters(parameters, place, resume, gradients)
         flat.views.watch(task.module, getattr(task, "name", ""))
         self._bystanders = None if self._extra_names is None else Bystanders(task.module, parameters)
         self.layout = Layout((flat.layout.fragments[0] + self._extra.fragment,))
@@ -62,14 +63,12 @@ class TaskLearner:
         if recipe.inner_optimizer == "muon" and not matrices(flat.layout):
             raise ValueError("the inner optimiser muon trains hidden matrices, and this model has none")
         self.loss_scale = LossScale(self._by_token) if autocast == torch.float16 else None
-        self._optimizer = InnerOptimizer(
-            flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe, loss_scale=self.loss_scale
-        )
+        self._optimizer = self._optimizer_of(flat, recipe)
         self._precision = torch.autocast(self.vector.device.type, autocast, enabled=autocast is not None)
 
     def step(self, round_number: int, step: int) -> Step:
         """Take one optimiser step over `recipe.batches` batches; skip it if the gradient is not finite."""
-        self._optimizer.clear()
+        self._clear()
         self._refresh()
         if self._by_token and not self._task.module.training:
             self._task.module.train()
@@ -79,8 +78,21 @@ class TaskLearner:
             self._tell_news()
         if not count or not self._optimizer.step(round_number, step, count if self._by_token else 1):
             return Step(math.nan, 0)
-        self._extra.store()
+        self._store_extra()
         return Step(self._mean(losses), count)
+
+    # What a learner that shares a step with others does in another way: `node.ranks`.
+
+    def _optimizer_of(self, flat: FlatParameters, recipe: Recipe) -> InnerOptimizer:
+        return FlatOptimizer(
+            flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe, loss_scale=self.loss_scale
+        )
+
+    def _clear(self) -> None:
+        self._optimizer.clear()
+
+    def _store_extra(self) -> None:
+        self._extra.store()
 
     def _accumulate(self) -> list[MicrobatchLoss]:
         losses: list[MicrobatchLoss] = []

@@ -30,10 +30,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, Self
 
 import torch
 
@@ -53,6 +53,7 @@ MAX_LINE_BYTES = 1 << 20
 
 READ_ONLY = frozenset({"evaluate", "held_out", "pins", "generate"})
 """Commands that change nothing, whatever ends them."""
+STATE_ABOUT = {"format": "starling inner state 1"}
 WAIT_SECONDS = 0.2
 """Between two looks whether data have come."""
 _CONFINE_SECONDS = 20.0
@@ -70,17 +71,32 @@ class Worker:
     command with `carried`, and back after training.
     """
 
-    build = staticmethod(build)  # makes the job of such a worker
+    build: ClassVar[Callable[..., Job]] = staticmethod(build)  # makes the job of such a worker
+
+    @classmethod
+    def start(cls, spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> Self:
+        """Raises ValueError, OSError, RuntimeError, MemoryError."""
+        torch.set_num_threads(spec.thread_count())
+        kept: list[Shared] = []
+
+        def allocate(elements: int) -> Vector:
+            kept.append(Shared(memory, elements))
+            return kept[0].local
+
+        job = cls.build(spec, allocate, os.fstat(memory).st_size > 0)
+        shared = kept[0] if kept else Shared(memory, sum(job.learner.layout.sizes()))
+        return cls(job, shared, spec, tell)
 
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         self._job, self._shared, self._tell = job, shared, tell
+        self.answer = {"layout": job.learner.layout.fragments, "timeout_seconds": job.timeout_seconds}
         self._batches = spec.recipe.batches
         self._apart = job.learner.vector.data_ptr() != shared.local.data_ptr()
         if shared.fresh:
             shared.local.copy_(job.learner.vector)
             shared.anchor.copy_(job.learner.vector)
         self._anchor = torch.empty_like(job.learner.vector) if self._apart else shared.anchor
-        self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchor)
+        self._local_training = self._training_of(spec)
         self._take(0)
         job.learner.position = shared.position
         if job.loss_scale:
@@ -93,6 +109,9 @@ class Worker:
         if self._tuner and shared.threads:  # the previous worker found this number
             self._tuner.begin(shared.threads)
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
+
+    def _training_of(self, spec: WorkerSpec) -> LocalTraining:
+        return LocalTraining(self._job.learner, spec.recipe.inner_steps, self._anchor)
 
     def carry_out(self, do: str, *, carried: int | None = None, **fields: Any) -> Any:
         """Call the method of a command, which is named after it, with the command's fields."""
@@ -126,8 +145,7 @@ class Worker:
             mark = now
             if local_training.due():
                 self._tell("progress", as_json(local_training.work()))
-        if self._apart:
-            shared.local.copy_(local_training.learner.vector)
+        self._publish()
         return as_json(local_training.work())
 
     def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
@@ -151,6 +169,10 @@ class Worker:
             self._anchor.copy_(self._shared.anchor)
         self._local_training.reset(carried)
 
+    def _publish(self) -> None:
+        if self._apart:
+            self._shared.local.copy_(self._local_training.learner.vector)
+
     def do_evaluate(self) -> float:
         return self._local_training.evaluate()
 
@@ -159,19 +181,14 @@ class Worker:
 
     def do_save(self, path: str) -> int:
         try:
-            return tensors.write(Path(path), self._job.learner.moments(), {"format": "starling inner state 1"})
+            return self._write_state(Path(path))
         except OSError as error:
             raise CommandRejected(f"the inner state cannot be written: {error.strerror or error}") from error
 
     def do_load(self, path: str | None, position: int, threads: int) -> None:
         try:
             if path is not None and (names := tensors.names(Path(path))):
-                into = self._job.learner.moments(make=True)
-                if LOSS_SCALE in names:
-                    into.setdefault(LOSS_SCALE, torch.empty(2))  # the file was written in float16, and this is not
-                else:
-                    into.pop(LOSS_SCALE, None)  # or the other way round
-                tensors.read(Path(path), into)
+                self._read_state(Path(path), names)
         except (OSError, tensors.Unreadable) as error:
             raise CommandRejected(
                 f"the inner state cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -181,6 +198,17 @@ class Worker:
         if self._tuner and threads:
             self._tuner.begin(threads)
             self._compute_with(self._tuner.threads)
+
+    def _write_state(self, path: Path) -> int:
+        return tensors.write(path, self._job.learner.moments(), STATE_ABOUT)
+
+    def _read_state(self, path: Path, names: Collection[str]) -> None:
+        into = self._job.learner.moments(make=True)
+        if LOSS_SCALE in names:
+            into.setdefault(LOSS_SCALE, torch.empty(2))  # the file was written in float16, and this is not
+        else:
+            into.pop(LOSS_SCALE, None)  # or the other way round
+        tensors.read(path, into)
 
     def do_pins(self) -> dict[str, Any]:
         if self._job.pins is None:
@@ -206,29 +234,11 @@ def as_json(work: LocalProgress) -> dict[str, Any]:
     return values
 
 
-def _start(
-    spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None], kind: type[Worker]
-) -> tuple[Worker, dict[str, Any]]:
-    """Raises ValueError, OSError, RuntimeError, MemoryError."""
-    torch.set_num_threads(spec.thread_count())
-    kept: list[Shared] = []
-
-    def allocate(elements: int) -> Vector:
-        kept.append(Shared(memory, elements))
-        return kept[0].local
-
-    resume = os.fstat(memory).st_size > 0
-    job = kind.build(spec, allocate, resume)
-    shared = kept[0] if kept else Shared(memory, sum(job.learner.layout.sizes()))
-    answer = {"layout": job.learner.layout.fragments, "timeout_seconds": job.timeout_seconds}
-    return kind(job, shared, spec, tell), answer
-
-
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: type[Worker] = Worker) -> int:
     told = set[str]()
     try:
         spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())
-        worker, answer = _start(spec, memory, tell, kind)
+        worker = kind.start(spec, memory, tell)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         tell("refused", first_line(error))
         return 1
@@ -236,7 +246,7 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: 
         tell("failed", report(error, told))
         return 1
     stand_back(spec.nice, time.sleep)  # not earlier: on a busy machine the start would take minutes
-    tell("done", answer)
+    tell("done", worker.answer)
     while line := lines.readline(MAX_LINE_BYTES):
         word, value = _attempt(worker, json.loads(line), told)
         tell(word, value)

@@ -176,9 +176,9 @@ def test_step_that_is_not_finite_changes_nothing() -> None:
     stage = Pipeline(2).stages[0]
     before = stage.vector.clone()
     stage.run(StageJob(JobKind.DRAW))
-    stage._optimizer._gradient.fill_(math.nan)
+    stage._optimizer._gradients[0].fill_(math.nan)
     assert stage.step(0, 0).tokens == 0 and torch.equal(stage.vector, before)
-    assert not stage._optimizer._gradient.any(), "the gradient is cleared"
+    assert not stage._optimizer._gradients[0].any(), "the gradient is cleared"
 
 
 def test_measured_costs_name_every_block() -> None:

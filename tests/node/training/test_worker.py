@@ -81,7 +81,7 @@ def test_threads_are_divided_among_local_peers(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, mps, not 'tpu'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, mps, or cuda:0 and so on, not 'tpu'"),
         ({"precision": "int8"}, "precision must be one of auto, float32, bfloat16, float16, not 'int8'"),
         ({"threads": -1}, "threads must be a whole number, 0 or more, not -1"),
         ({"peers_here": 0}, "peers_here must be a whole number, at least 1, not 0"),

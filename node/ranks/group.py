@@ -1,0 +1,192 @@
+"""The processes of a group: rank 0, which is the worker, forks the others, and they die with it.
+
+A command goes down each rank's socket as a line of JSON, and all ranks carry it out: {"do": METHOD, …}. Numbers come
+back through collectives of torch.distributed. A rank that fails writes one line of its own, and ends; rank 0 then ends
+too, and the peer starts another worker. Between commands a rank waits for its socket and not in a collective, which
+would time out.
+
+gloo and NCCL authenticate nobody: the ranks meet in a file in a directory of their own, and gloo listens on the
+loopback interface only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from node.runtime import reaper
+from node.training.failure import first_line, report, write_where_it_stands
+from node.training.shared import Shared
+from protocols.base import Vector
+
+_LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""Variables of a launcher such as torchrun, under which the user may have started the peer."""
+COLLECTIVE_SECONDS = 24 * 3600.0
+"""A collective has no timeout of its own: the peer's watchdog ends a worker without progress."""
+LAST_WORDS_SECONDS = 1.0
+"""Time for the line of a rank that fails to reach rank 0, whose collective fails at the same moment."""
+MAX_LINE_BYTES = 1 << 20
+
+
+class RankGroup:
+    """One rank's view of its group. `commands` is its socket's reader; None in rank 0, which has `links`."""
+
+    def __init__(self, rank: int, size: int, memory: int, meeting: Path) -> None:
+        self.rank, self.size = rank, size
+        self._memory, self._meeting = memory, meeting
+        self._shared: Shared | None = None
+        self.has_begun = False  # to train: until then, what a user gave may be refused
+        self._links: list[socket.socket] = []
+        self._pids: list[int] = []
+
+    @classmethod
+    def fork(cls, size: int, memory: int, run: Callable[[RankGroup, BinaryIO], None]) -> RankGroup:
+        """Fork ranks 1 to `size` - 1, each of which calls `run` and ends; return rank 0's view. One thread only."""
+        for name in _LAUNCHER:
+            os.environ.pop(name, None)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
+        meeting = Path(tempfile.mkdtemp(prefix="starling-ranks-"))
+        group, parent = cls(0, size, memory, meeting), os.getpid()
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            if not (pid := os.fork()):
+                _run_rank(cls(rank, size, memory, meeting), theirs, parent, run)
+            theirs.close()
+            group._links.append(ours)
+            group._pids.append(pid)
+        return group
+
+    def meet(self, device: str) -> None:
+        """Create the process group: all ranks call it, after their devices are known."""
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            backend(device),
+            init_method=f"file://{self._meeting}/store",
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        )
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+
+    def shared(self, elements: int) -> Shared:
+        """The vectors that all ranks share with the peer."""
+        if self._shared is None:
+            self._shared = Shared(self._memory, elements)
+        return self._shared
+
+    def allocate(self, elements: int) -> Vector:
+        return self.shared(elements).local
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def tell_all(self, do: str, **fields: Any) -> None:
+        """Have the other ranks begin a command. Rank 0 calls it, and then does the same itself."""
+        line = json.dumps({"do": do, **fields}).encode() + b"\n"
+        for link in self._links:
+            link.sendall(line)
+
+    def watch(self, fail: Callable[[str, str], None]) -> None:
+        """From now on, tell it by `fail` if a rank ends, and end this process with it.
+
+        `fail` gets `refused` or `failed` and one line, as the peer does.
+        """
+        threading.Thread(target=self._watch, args=(fail,), name="ranks", daemon=True).start()
+
+    def _watch(self, fail: Callable[[str, str], None]) -> None:
+        poll = select.poll()
+        for link in self._links:
+            poll.register(link, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        at = next(at for at, link in enumerate(self._links) if link.fileno() in ready)
+        word, why = self._last_words(at)
+        fail(word, why if word == "refused" else f"rank {at + 1} of {self.size}: {why}")
+        os._exit(1)
+
+    def _last_words(self, at: int) -> tuple[str, str]:
+        link = self._links[at]
+        link.settimeout(LAST_WORDS_SECONDS)
+        try:
+            ((word, why),) = json.loads(link.makefile("rb").readline(MAX_LINE_BYTES)).items()
+            return word, why
+        except (OSError, ValueError):  # it was killed
+            pass
+        for _ in range(100):
+            pid, status = os.waitpid(self._pids[at], os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                return "failed", f"its process {how}"
+            time.sleep(LAST_WORDS_SECONDS / 100)
+        return "failed", "its process closed its socket"
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def total(self, *numbers: float) -> list[float]:
+        """The sums of these numbers over all ranks, in float64."""
+        held = torch.tensor(numbers, dtype=torch.float64)
+        held = held if self.device.type == "cpu" else held.to(self.device)
+        dist.all_reduce(held)
+        return [float(each) for each in held.tolist()]
+
+
+def backend(device: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") and dist.is_nccl_available() else "gloo"
+
+
+def _run_rank(
+    group: RankGroup, link: socket.socket, parent: int, run: Callable[[RankGroup, BinaryIO], None]
+) -> NoReturn:
+    """In the forked process. It keeps nothing of its parent's but the shared memory, its socket and its output."""
+    code = 1
+    try:
+        reaper.die_with_parent()
+        if os.getppid() == parent:
+            _close_others({0, 1, 2, group._memory, link.fileno()})
+            write_where_it_stands()
+            try:
+                run(group, link.makefile("rb"))
+                code = 0
+            except BaseException as error:  # noqa: BLE001 - a rank's boundary: whatever it is, rank 0 has to know
+                refused = isinstance(error, ValueError) and not group.has_begun
+                word, why = ("refused", first_line(error)) if refused else ("failed", report(error, set()))
+                link.sendall(json.dumps({word: why}).encode() + b"\n")
+    finally:
+        os._exit(code)
+
+
+def _close_others(kept: set[int]) -> None:
+    for name in os.listdir("/dev/fd"):
+        if int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:  # the descriptor of the listing itself
+                continue
+
+
+def carry_out(lines: BinaryIO, command: Callable[[str], Callable[..., Any]], harmless: frozenset[str]) -> None:
+    """A rank's loop, until rank 0 closes its socket. `ValueError`s of harmless commands are rank 0's to tell."""
+    while line := lines.readline(MAX_LINE_BYTES):
+        fields = json.loads(line)
+        do = fields.pop("do")
+        try:
+            command(do)(**fields)
+        except ValueError:
+            if do not in harmless:
+                raise

@@ -1,0 +1,211 @@
+"""The worker of a peer with several devices: rank 0 of their group.
+
+python -m node.ranks.worker MEMORY SOCKET      # as node.training.worker, whose commands it has
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import torch
+
+from node.ranks.group import LAST_WORDS_SECONDS, RankGroup, carry_out
+from node.ranks.zero import ZeroLearner
+from node.runtime import tensors
+from node.tasks.base import Step
+from node.tasks.spec import WorkerSpec
+from node.training import worker
+from node.training.build import Job, build, device_of
+from node.training.inner_optimizer import LOSS_SCALE, moment_entries
+from node.training.shared import Shared
+from node.training.trainer import LocalTraining
+from node.training.worker import STATE_ABOUT, CommandRejected, Worker
+from protocols.base import Layout, Vector
+
+
+class Rank:
+    """What one rank does: its methods and its learner's are the commands of the group."""
+
+    def __init__(self, spec: WorkerSpec, group: RankGroup) -> None:
+        self._spec, self._group = spec, group
+        self._device = device_of(spec.devices[group.rank])
+        group.meet(self._device)
+
+    def command(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self if hasattr(Rank, name) else self.learner, name)
+        return found
+
+    def build(self, resume: bool) -> None:
+        spec = replace(self._spec, device=self._device)
+        make = partial(ZeroLearner, group=self._group, keeps_gradients=spec.shard == "zero1")
+        self.job = build(spec, self._group.allocate, resume, make)
+        self.learner: ZeroLearner = self.job.learner  # type: ignore[assignment]
+
+    def begin(self, layout: list[list[tuple[str, list[int]]]]) -> None:
+        mine = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in layout))
+        if mine != self.learner.layout:
+            raise ValueError("the task differs between devices: it must not depend on the device, or on chance")
+        self.learner.begin()
+        if self.learner.loss_scale and self._group.rank:  # rank 0's is that of the peer
+            known = self._group.shared(sum(mine.sizes())).loss_scale
+            self.learner.loss_scale.share(known.clone())
+        self._group.has_begun = True
+
+    def generate(self, prompt: str, tokens: int, temperature: float, seed: int) -> bytes:
+        assert self.job.generate
+        return self.job.generate(base64.b64decode(prompt), tokens, temperature, seed)
+
+    def write_moments(self, path: str) -> None:
+        tensors.write_parts(Path(path), [each.part for each in self.learner.placed_moments()])
+        self._group.total(0.0)  # all parts are written
+
+    def read_moments(self, path: str, scale: bool) -> None:
+        """`scale`: the file holds that of the loss, as one of training in float16 does."""
+        found = self.learner.placed_moments(make=True)
+        tensors.read_parts(Path(path), [each.part for each in found if scale or each.name != LOSS_SCALE])
+        self._group.total(0.0)
+
+
+class GroupLearner:
+    """A `Learner` whose steps all ranks take together. Its vector is the one that they share with the peer."""
+
+    def __init__(self, group: RankGroup, own: Rank) -> None:
+        self.group, self.own = group, own
+        self.layout: Layout = own.learner.layout
+        self.vector: Vector = group.allocate(sum(self.layout.sizes()))
+
+    @property
+    def position(self) -> int:
+        return self.own.learner.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self.own.learner.position = position
+
+    @property
+    def is_shared(self) -> bool:
+        return self.own.learner.is_shared
+
+    def everywhere(self, do: str, **fields: Any) -> Any:
+        """Have all ranks do this; returns rank 0's result."""
+        self.group.tell_all(do, **fields)
+        return self.own.command(do)(**fields)
+
+    def step(self, round_number: int, step: int) -> Step:
+        found: Step = self.everywhere("step_at", position=self.position, round_number=round_number, step=step)
+        return found
+
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        raise NotImplementedError("the ranks write their moments themselves")
+
+    def evaluate(self) -> float:
+        loss: float = self.everywhere("evaluate") if self.own.learner.needs_all else self.own.learner.evaluate()
+        return loss
+
+    def generate(self, prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
+        fields: dict[str, Any] = {"prompt": base64.b64encode(prompt).decode(), "tokens": tokens}
+        fields |= {"temperature": temperature, "seed": seed}
+        do = self.everywhere if self.own.learner.needs_all else lambda _, **fields: self.own.generate(**fields)
+        text: bytes = do("generate", **fields)
+        return text
+
+
+class GroupTraining(LocalTraining):
+    """The parameters may be on the ranks' devices, and the change that the norm is of."""
+
+    learner: GroupLearner
+
+    @contextmanager
+    def outer(self) -> Iterator[None]:
+        if self.learner.is_shared:
+            with super().outer():
+                yield
+            return
+        self.learner.everywhere("enter_outer")
+        try:
+            yield
+        finally:
+            self.learner.everywhere("leave_outer")
+
+    def _norm(self) -> float:
+        if self.learner.is_shared:
+            return super()._norm()
+        norm: float = self.learner.everywhere("distance")
+        return norm
+
+
+class RankedWorker(Worker):
+    @classmethod
+    def start(cls, spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> Self:
+        resume = os.fstat(memory).st_size > 0
+        spec = replace(spec, threads=max(1, spec.thread_count() // spec.ranks))
+        torch.set_num_threads(spec.threads)
+        group = RankGroup.fork(spec.ranks, memory, partial(_be_rank, spec))
+        group.watch(tell)
+        own = Rank(spec, group)
+        own.build(resume)
+        shared = group.shared(sum(own.learner.layout.sizes()))
+        group.tell_all("build", resume=True)
+        learner = GroupLearner(group, own)
+        learner.everywhere("begin", layout=own.learner.layout.fragments)
+        job = replace(own.job, learner=learner, generate=learner.generate if own.job.generate else None)
+        return cls(job, shared, spec, tell)
+
+    def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
+        assert isinstance(job.learner, GroupLearner)
+        self._learner, self._recipe = job.learner, spec.recipe
+        super().__init__(job, shared, spec, tell)
+
+    def _training_of(self, spec: WorkerSpec) -> LocalTraining:
+        return GroupTraining(self._learner, spec.recipe.inner_steps, self._anchor)
+
+    def carry_out(self, do: str, *, carried: int | None = None, **fields: Any) -> Any:
+        try:
+            return super().carry_out(do, carried=carried, **fields)
+        except (CommandRejected, tensors.Unreadable):
+            raise
+        except Exception:
+            time.sleep(LAST_WORDS_SECONDS)  # a rank that has failed says why, and ends this process
+            raise
+
+    def _take(self, carried: int) -> None:
+        if not self._learner.is_shared:
+            self._learner.everywhere("take")
+        self._local_training.reset(carried)
+
+    def _publish(self) -> None:
+        if not self._learner.is_shared:
+            self._learner.everywhere("publish")
+
+    def _write_state(self, path: Path) -> int:
+        if not self._learner.own.learner.placed_moments():
+            return tensors.write(path, {}, STATE_ABOUT)
+        entries = moment_entries(self._learner.layout, self._recipe)
+        if self._learner.own.learner.loss_scale:
+            entries[LOSS_SCALE] = ("F32", (2,))
+        size = tensors.create(path, entries, STATE_ABOUT)
+        self._learner.everywhere("write_moments", path=str(path))
+        return size
+
+    def _read_state(self, path: Path, names: Collection[str]) -> None:
+        if {*names} - {LOSS_SCALE} != moment_entries(self._learner.layout, self._recipe).keys():
+            raise tensors.Unreadable("its tensors are not those of this model and its optimiser")
+        self._learner.everywhere("read_moments", path=str(path), scale=LOSS_SCALE in names)
+
+
+def _be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO) -> None:
+    rank = Rank(spec, group)
+    carry_out(lines, rank.command, harmless=frozenset({"evaluate", "generate"}))
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main(sys.argv[1:], RankedWorker))

@@ -1,0 +1,271 @@
+"""ZeRO on the flat vector, for any module: each rank has the whole module, and trains a part of its vector.
+
+    zero1     the optimiser's moments are divided
+    zero2     so are the gradients: a bucket's are freed as soon as their sum has reached the ranks that train them
+
+On the CPU all ranks' parameters are one copy, in the memory that they share with the peer.
+
+Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1 and 5.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from node.ranks.batches import microbatches
+from node.ranks.division import cuts, units
+from node.ranks.group import RankGroup
+from node.tasks.base import Batch, Step, Task
+from node.tasks.extra import find
+from node.tasks.flat import FlatParameters, View
+from node.tasks.recipe import Recipe
+from node.tasks.user_task import OwnTask
+from node.training.inner_optimizer import FlatOptimizer, InnerOptimizer, Moment, matrices
+from node.training.task_learner import MicrobatchLoss, TaskLearner
+from protocols.base import Layout, Vector
+
+BUCKET_ELEMENTS = 1 << 22
+"""Gradients that zero2 sums at once: 16 MiB."""
+
+
+class ZeroLearner(TaskLearner):
+    """One rank's learner. `keeps_gradients`: zero1, whose gradients are as long as the parameters on each rank.
+
+    `is_shared`: the parameters are the vector that is shared with the peer, and not on a device of their own.
+    """
+
+    needs_all = False  # whether all ranks have to evaluate together
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        seed: int,
+        *,
+        group: RankGroup,
+        keeps_gradients: bool,
+        resume: bool,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._group, self._keeps_gradients = group, keeps_gradients
+        self._units = units(recipe.batches, getattr(task, "rows", None), group.rank, group.size, not keeps_gradients)
+        self.is_shared = group.device.type == "cpu"
+        place = (lambda elements: group.shared(elements).local) if self.is_shared else None
+        super().__init__(task, recipe, seed, place, resume and self.is_shared, autocast, keeps_gradients)
+        if not self.is_shared and not resume:
+            group.shared(len(self.vector)).local.copy_(self.vector)
+
+    def begin(self) -> None:
+        """The ranks start from the same tensors, those of rank 0 that are in no vector included."""
+        module = self._task.module
+        others = [*module.buffers()]
+        if isinstance(self._task, OwnTask):  # the frozen parameters of a model are pinned by their hash
+            others += [each for each in module.parameters() if not each.requires_grad]
+        for tensor in others:
+            dist.broadcast(tensor.detach(), 0)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def step_at(self, position: int, round_number: int, step: int) -> Step:
+        self.position = position
+        return self.step(round_number, step)
+
+    def _optimizer_of(self, flat: FlatParameters, recipe: Recipe) -> InnerOptimizer:
+        group = self._group
+        borders = [end for matrix in matrices(flat.layout) for end in matrix[:2]]
+        self._cuts = cuts(len(flat.vector), group.size, borders if recipe.inner_optimizer == "muon" else None)
+        self._low, self._high = self._cuts[group.rank : group.rank + 2]
+        if self._keeps_gradients:
+            gradient = flat.gradient[self._low : self._high]
+        else:
+            gradient = torch.zeros(self._high - self._low, dtype=torch.float32, device=flat.vector.device)
+            self._buckets = GradientBuckets([*flat.views], self._cuts, group.rank, gradient)
+        return _PartOptimizer(
+            flat.layout,
+            flat.vector[self._low : self._high],
+            group,
+            gradient=gradient,
+            recipe=recipe,
+            low=self._low,
+            loss_scale=self.loss_scale,
+        )
+
+    def _clear(self) -> None:
+        self._optimizer.clear()
+        self._flat.gradient.zero_()
+
+    def _microbatches(self) -> Iterator[tuple[Batch, int, float]]:
+        position = self.position
+        self.position += self._recipe.batches
+        return microbatches(self._task, self._seed, position, self._units, self._by_token)
+
+    def _accumulate(self) -> list[MicrobatchLoss]:
+        if self._keeps_gradients:
+            return super()._accumulate()
+        losses: list[MicrobatchLoss] = []
+        for batch, count, weight in self._microbatches():
+            if count:
+                losses.append(MicrobatchLoss(self._differentiate(batch, weight, is_first=not losses), count, weight))
+            self._buckets.finish()  # also without a gradient: each rank takes part in each sum
+        return losses
+
+    def _gather(self, losses: Sequence[MicrobatchLoss]) -> int:
+        (count,) = self._group.total(sum(each.count for each in losses))
+        if self._keeps_gradients:
+            for work in [*_sums(self._flat.gradient, 0, self._cuts)]:
+                work.wait()
+        return round(count)
+
+    def _mean(self, losses: Sequence[MicrobatchLoss]) -> float:
+        """After the optimiser's step: no rank returns before all parts of the vector are written."""
+        values = torch.stack([each.loss for each in losses]).tolist() if losses else []
+        weighted = sum(value * each.weight for value, each in zip(values, losses, strict=True))
+        loss, weight = self._group.total(weighted, sum(each.weight for each in losses))
+        if not self.is_shared:
+            for owner in range(self._group.size):
+                dist.broadcast(self._flat.vector[self._cuts[owner] : self._cuts[owner + 1]], owner)
+        return loss / weight
+
+    def _store_extra(self) -> None:
+        """Every rank has its own running statistics: their mean counts."""
+        for name in self._extra_names or ():
+            tensor = find(self._task.module, name)
+            assert tensor is not None
+            mean = tensor.detach().double() / self._group.size
+            dist.all_reduce(mean)
+            tensor.detach().copy_(mean)
+        if self._group.rank == 0 or not self.is_shared:
+            self._extra.store()
+
+    # -- the vectors of a device, apart from the shared ones -----------------------------------------------------------
+
+    def take(self) -> None:
+        """The shared vectors were written."""
+        if not self.is_shared:
+            shared = self._group.shared(len(self.vector))
+            self.vector.copy_(shared.local)
+            self._anchor = shared.anchor[self._part].to(self.vector.device, copy=True)
+
+    def publish(self) -> None:
+        """Write this rank's part into the shared vector."""
+        if not self.is_shared:
+            self._group.shared(len(self.vector)).local[self._part].copy_(self.vector[self._part])
+            self._group.total(0.0)  # all parts are written
+
+    def distance(self) -> float:
+        """L2 norm of the pseudo-gradient."""
+        apart = torch.linalg.vector_norm(self._anchor - self.vector[self._part], dtype=torch.float64)
+        return math.sqrt(self._group.total(float(apart) ** 2)[0])
+
+    def enter_outer(self) -> None:
+        self._aside = self.vector.clone()
+        self.vector.copy_(self._group.shared(len(self.vector)).anchor)
+
+    def leave_outer(self) -> None:
+        self.vector.copy_(self._aside)
+        del self._aside
+
+    @property
+    def _part(self) -> slice:
+        """This rank's part of the whole vector. The last one's includes the extra tensors."""
+        return slice(self._low, self._high if self._group.rank < self._group.size - 1 else len(self.vector))
+
+    def placed_moments(self, make: bool = False) -> list[Moment]:
+        return self._optimizer.placed_moments(make)
+
+
+class _PartOptimizer(FlatOptimizer):
+    """Of one rank's part of the vector. The norm is the whole gradient's."""
+
+    def __init__(self, layout: Layout, vector: Vector, group: RankGroup, **more: Any) -> None:
+        super().__init__(layout, vector, **more)
+        self._group = group
+
+    def norm(self) -> float:
+        return math.sqrt(self._group.total(super().norm() ** 2)[0])
+
+
+def _sums(part: Vector, low: int, bounds: Sequence[int]) -> Iterator[Any]:
+    """Begin to sum a part of the gradients, which begins at `low`, over all ranks: each element where it is trained."""
+    for owner, (begin, end) in enumerate(pairwise(bounds)):
+        begin, end = max(begin, low), min(end, low + len(part))
+        if begin < end:
+            yield dist.reduce(part[begin - low : end - low], owner, async_op=True)
+
+
+class GradientBuckets:
+    """Sums gradients during the backward pass, from the end of the vector on, and frees them.
+
+    All ranks sum the buckets in the same order, whatever the order of their gradients.
+    """
+
+    def __init__(self, views: Sequence[View], bounds: Sequence[int], rank: int, into: Vector) -> None:
+        self._bounds, self._into = bounds, into
+        self._own = bounds[rank], bounds[rank + 1]
+        self._buckets = [*_buckets(views)]
+        self._of = {id(view): number for number, bucket in enumerate(self._buckets) for view, _ in bucket}
+        self._buffers: dict[int, Vector] = {}
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._next = 0
+        for number, bucket in enumerate(self._buckets):
+            for view, at in bucket:
+                view.parameter.register_post_accumulate_grad_hook(self._hook(number, view, at))  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """After a backward pass: parameters without a gradient count as zero."""
+        while self._next < len(self._buckets):
+            self._sum(self._next)
+        self._next, self._missing = 0, [len(bucket) for bucket in self._buckets]
+
+    def _hook(self, number: int, view: View, at: int) -> Any:
+        def take(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            low = at - self._buckets[number][0][1]
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            self._buffer(number)[low : low + dense.numel()].view(dense.shape).add_(dense)
+            self._missing[number] -= 1
+            while self._next < len(self._buckets) and self._missing[self._next] <= 0:
+                self._sum(self._next)
+
+        return take
+
+    def _buffer(self, number: int) -> Vector:
+        if number not in self._buffers:
+            bucket = self._buckets[number]
+            size = bucket[-1][1] + bucket[-1][0].value.numel() - bucket[0][1]
+            self._buffers[number] = torch.zeros(size, dtype=torch.float32, device=self._into.device)
+        return self._buffers[number]
+
+    def _sum(self, number: int) -> None:
+        self._next = number + 1
+        low, part = self._buckets[number][0][1], self._buffer(number)
+        for work in [*_sums(part, low, self._bounds)]:
+            work.wait()
+        begin, end = max(self._own[0], low), min(self._own[1], low + len(part))
+        if begin < end:
+            self._into[begin - self._own[0] : end - self._own[0]].add_(part[begin - low : end - low])
+        del self._buffers[number]
+
+
+def _buckets(views: Iterable[View]) -> Iterator[list[tuple[View, int]]]:
+    """Neighbours, each with its place in the vector, from the end on."""
+    placed, at = list[tuple[View, int]](), 0
+    for view in views:
+        placed.append((view, at))
+        at += view.value.numel()
+    bucket, size = list[tuple[View, int]](), 0
+    for view, low in reversed(placed):
+        bucket.insert(0, (view, low))
+        size += view.value.numel()
+        if size >= BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
