@@ -158,7 +158,7 @@ class WholeWorld(_Evaluation):
     def trainer_on(self, index: int, host: Host) -> Trainer:
         task = GptTask(self._run.preset, load())
         task.module.load_state_dict(initial_weights(self._run))
-        learner = TaskLearner(task, self._run.preset.recipe, self._run.stream(index))
+        learner = TaskLearner(task, self._run.preset.recipe, seed=self._run.stream(index))
         return exact(InlineTrainer(learner, self._run.inner_steps, step_seconds=1.0))
 
 

@@ -24,13 +24,16 @@ FORKS = {"node/runtime/fork_server.py"}
 """Its other side is a process without an event loop."""
 AHEAD = {"node/tasks/hf/streamed.py"}
 """It fetches ahead in the worker, which has no event loop."""
+RANKS = {"node/ranks/group.py"}
+"""The processes of a worker, which has no event loop."""
 ONLY_IN: dict[str, set[str]] = {
-    "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD,
+    "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD | RANKS,
     "socket": {"node/training/process.py", "node/training/worker.py"}
     | {f"node/direct/{name}.py" for name in ("connection", "handshake", "inbound")}
     | {"node/page/server.py", "node/runtime/child_process.py", "node/runtime/listening.py"}
-    | FORKS,
-    "threading": AHEAD | FORKS,
+    | FORKS
+    | RANKS,
+    "threading": AHEAD | FORKS | RANKS,
     "concurrent": {"node/runtime/compute.py"} | AHEAD,
     "subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "asyncio.subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
@@ -77,6 +80,7 @@ BROAD_EXCEPT = {
     "node/export/load_again.py",
     "node/training/worker.py",
     "node/runtime/fork_server.py",
+    "node/ranks/group.py",
 }
 
 

@@ -109,6 +109,10 @@ class RankGroup:
         """
         threading.Thread(target=self._watch, args=(fail,), name="ranks", daemon=True).start()
 
+    def hear_last_words(self) -> None:
+        """After a failure in rank 0: if another rank's is the cause, that rank says so, and this process ends."""
+        time.sleep(LAST_WORDS_SECONDS)
+
     def _watch(self, fail: Callable[[str, str], None]) -> None:
         poll = select.poll()
         for link in self._links:

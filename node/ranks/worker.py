@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import torch
 
-from node.ranks.group import LAST_WORDS_SECONDS, RankGroup, carry_out
+from node.ranks.group import RankGroup, carry_out
 from node.ranks.zero import ZeroLearner
 from node.runtime import tensors
 from node.tasks.base import Step
@@ -174,7 +173,7 @@ class RankedWorker(Worker):
         except (CommandRejected, tensors.Unreadable):
             raise
         except Exception:
-            time.sleep(LAST_WORDS_SECONDS)  # a rank that has failed says why, and ends this process
+            self._learner.group.hear_last_words()
             raise
 
     def _take(self, carried: int) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from node.ranks.batches import microbatches
-from node.ranks.division import cuts, units
+from node.ranks.division import cuts, microbatches, units
 from node.ranks.group import RankGroup
 from node.tasks.base import Batch, Step, Task
 from node.tasks.extra import find
@@ -46,8 +45,8 @@ class ZeroLearner(TaskLearner):
         self,
         task: Task,
         recipe: Recipe,
-        seed: int,
         *,
+        seed: int,
         group: RankGroup,
         keeps_gradients: bool,
         resume: bool,
@@ -56,8 +55,15 @@ class ZeroLearner(TaskLearner):
         self._group, self._keeps_gradients = group, keeps_gradients
         self._units = units(recipe.batches, getattr(task, "rows", None), group.rank, group.size, not keeps_gradients)
         self.is_shared = group.device.type == "cpu"
-        place = (lambda elements: group.shared(elements).local) if self.is_shared else None
-        super().__init__(task, recipe, seed, place, resume and self.is_shared, autocast, keeps_gradients)
+        super().__init__(
+            task,
+            recipe,
+            seed=seed,
+            allocate=group.allocate if self.is_shared else None,
+            resume=resume and self.is_shared,
+            autocast=autocast,
+            gradients=keeps_gradients,
+        )
         if not self.is_shared and not resume:
             group.shared(len(self.vector)).local.copy_(self.vector)
 

@@ -44,7 +44,7 @@ class Job:
 
 Allocate: TypeAlias = Callable[[int], Vector]
 MakeLearner: TypeAlias = Callable[..., Any]
-"""Called with the task, the recipe, the stream's seed and, by name, `resume` and `autocast`."""
+"""Called with the task and the recipe and, by name, `seed`, `resume` and `autocast`."""
 
 
 def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner | None = None) -> Job:
@@ -79,7 +79,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner 
             note(line)
         torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
         autocast = _autocast(spec.precision, device, width=0)
-        learner = make(own_task, spec.recipe, spec.stream_seed, resume=kept, autocast=autocast)
+        learner = make(own_task, spec.recipe, seed=spec.stream_seed, resume=kept, autocast=autocast)
         return Job(learner, timeout_seconds=own_task.timeout_seconds, loss_scale=learner.loss_scale)
     text = load(spec.data, spec.held_out, data)
     preset = Preset(values.shape, values.rows, spec.recipe)
@@ -87,7 +87,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner 
     if spec.checkpointing:
         checkpoint_blocks(task.module.model.layers.values())
     autocast = _autocast(spec.precision, device, values.shape.width)
-    learner = make(task, spec.recipe, spec.stream_seed, resume=kept, autocast=autocast)
+    learner = make(task, spec.recipe, seed=spec.stream_seed, resume=kept, autocast=autocast)
     held_out = text.held_out.numpy().tobytes()
     return Job(learner, held_out=held_out, generate=task.module.generate, loss_scale=learner.loss_scale)
 
@@ -115,7 +115,7 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner,
         step_batches=spec.recipe.batches,
     )
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
-    learner = make(task, spec.recipe, spec.stream_seed, resume=resume, autocast=autocast)
+    learner = make(task, spec.recipe, seed=spec.stream_seed, resume=resume, autocast=autocast)
     if not resume and spec.held_out is not None and values.settings.train == "lora":
         task.compare_base(learner.evaluate(), values.pins)
 

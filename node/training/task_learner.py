@@ -39,6 +39,7 @@ class TaskLearner:
         self,
         task: Task,
         recipe: Recipe,
+        *,
         seed: int,
         allocate: Callable[[int], Vector] | None = None,
         resume: bool = False,

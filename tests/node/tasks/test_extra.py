@@ -58,7 +58,7 @@ class Normed:
 def learner(task: Normed, seed: int = 1) -> tuple[TaskLearner, list[str]]:
     own = OwnTask("t", task)
     lines = own.try_out(seed)
-    return TaskLearner(own, RECIPE, seed), lines
+    return TaskLearner(own, RECIPE, seed=seed), lines
 
 
 def held(made: TaskLearner) -> dict[str, torch.Tensor]:

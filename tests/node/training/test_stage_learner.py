@@ -87,7 +87,7 @@ def unpartitioned(pipeline: Pipeline, data: Text | None = None) -> tuple[GptTask
     """The whole model with the same weights and the same data."""
     task = GptTask(pipeline.preset, data or text())
     task.module.load_state_dict(pipeline.whole().state_dict())
-    return task, TaskLearner(task, pipeline.preset.recipe, STREAM)
+    return task, TaskLearner(task, pipeline.preset.recipe, seed=STREAM)
 
 
 @pytest.mark.parametrize(("stages", "optimizer", "tolerance"), ((2, None, 1e-4), (4, None, 1e-4), (6, "muon", 1e-2)))

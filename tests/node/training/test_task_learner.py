@@ -190,7 +190,9 @@ def test_muon_needs_a_hidden_matrix() -> None:
 
 
 def test_bfloat16_module_keeps_float32_parameters() -> None:
-    learner = TaskLearner(Masked([4, 4], [0] * 8, torch.bfloat16), replace(RECIPE, batches=2, learning_rate=1e-5), 0)
+    learner = TaskLearner(
+        Masked([4, 4], [0] * 8, torch.bfloat16), replace(RECIPE, batches=2, learning_rate=1e-5), seed=0
+    )
     before, computed = learner.vector.clone(), Masked([8], [0] * 8, torch.bfloat16)
     assert torch.equal(before, torch.cat([each.detach().float().flatten() for each in computed.module.parameters()]))
     for step in range(40):
