@@ -206,14 +206,14 @@ class IndependentOuterLoop(OuterLoop):
             return ClosingResult()
 
         def on_enter(session: ClosingSession) -> None:
-            self._offer_again, self._waiting_for = session.cut.set, closing.behind
+            self._offer_again, self.waiting_for = session.cut.set, closing.behind
 
         def sketches() -> Mapping[PeerId, Sketch]:
             return self._compare_sketches(self._sketch) if self._sketch else {}
 
         seconds = (watch.seconds["train"], self._limit_seconds)
         closed = await closing.run(self._mixing, key, seconds, on_enter, sketches)
-        self._offer_again, self._waiting_for = (lambda: None), tuple
+        self._offer_again, self.waiting_for = (lambda: None), tuple
         watch.lap("close")
         watch.seconds["average"] += watch.seconds["close"]
         return closed

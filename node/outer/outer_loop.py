@@ -82,8 +82,8 @@ class OuterLoop(ABC):
         self._departs = False  # an offer of this round says that it leaves the roster, to be away
         self._parent = b""  # the lineage that the round under way extends
         self._rested = False  # it has rested in this round
-        self._waiting_for: Callable[[], Sequence[PeerId]] = tuple
-        self._last_round = False
+        self.waiting_for: Callable[[], Sequence[PeerId]] = tuple  # peers that the round waits for
+        self.last_round = False  # it ends as any other, and its offer says so
         self._may_leave_without_work = False
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
@@ -92,13 +92,6 @@ class OuterLoop(ABC):
     @property
     def anchor(self) -> Vector:
         return self.state.anchor
-
-    def waiting_for(self) -> Sequence[PeerId]:
-        return self._waiting_for()
-
-    def set_last_round(self, last: bool) -> None:
-        """The last round ends as any other, and its offer says so."""
-        self._last_round = last
 
     async def start_from(self, snapshot: Snapshot) -> None:
         """Restore the outer state of an earlier incarnation; call `settle` afterwards. May raise OSError."""
@@ -225,7 +218,7 @@ class OuterLoop(ABC):
     ) -> tuple[LocalProgress, list[int]]:
         """Returns the work, and the tokens of each offer that was made of it."""
         offers: list[int] = []
-        self._waiting_for = session.waiting_for
+        self.waiting_for = session.waiting_for
 
         def offer(work: LocalProgress) -> None:
             self._offer_again = lambda: session.offer(self._offered(work, state_root))
@@ -249,7 +242,7 @@ class OuterLoop(ABC):
             work = replace(work, step_seconds=0.0)  # it has stopped, so it notices the cut at once
         # one that works again is called as any other, and still leaves: it has said so
         work = replace(work, leaving=self._departs, resting=self.activity.pauses)
-        if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self._last_round and work.complete):
+        if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self.last_round and work.complete):
             work = replace(work, complete=True, leaving=True, resting=False)
         work = replace(work, state_root=state_root)
         return self.feedback.offered(work) if self.feedback else work

@@ -146,11 +146,11 @@ class PeerSession:
         self._evaluated = loop.state.index.parameters_root.hex()
         await self._wait_for_others()
         self._is_member = loop.me in loop.chain.head.roster
-        loop.set_last_round(self._limit == 1)
+        loop.last_round = self._limit == 1
         async for report in loop.rounds(self._sync, self._should_continue, self._status_tracker.set_state):
             await self._report(report)
             if self._limit is not None:
-                loop.set_last_round(self._done >= self._limit - 1)
+                loop.last_round = self._done >= self._limit - 1
                 if self._done >= self._limit:
                     loop.leave()
         if self._over() or 4 * len(loop.anchor) <= KEEP_BYTES:

@@ -21,9 +21,9 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper, task_group
-from protocols.allreduce.parts import DataPhase, ReducedPart, receive_reduced
+from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import SCATTER_SHARE, ResolvedPlan
-from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, PeerSilent, Settings, Stream, Vector
+from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Settings, Stream, Vector
 from protocols.streams.chunks import HEADER_LIMIT, due, send_vector
 from protocols.streams.endpoint import RoundAccounting
 from protocols.vectors.coding import carry
@@ -65,13 +65,11 @@ class AllReduce:
 
     def __init__(
         self,
-        host: Host,
-        accounting: RoundAccounting,
         task: DataPhase,
+        accounting: RoundAccounting,
         on_change: Callable[[ReducedPart | None], None],
         method: str = DATA,
     ) -> None:
-        self._method = method
         self.task = replace(task, progress=self._on_chunk)
         self.parts: dict[int, ReducedPart] = {}  # decoded, unless `restarted`
         self.failed: dict[int, PeerId] = {}  # part -> the reducer from which this member could not get it
@@ -79,7 +77,7 @@ class AllReduce:
         self.finished = 0.0  # when the latest part came in
         self.moved = loop_time()  # when the latest chunk came in
         self._progress = task.progress
-        self._host, self._accounting, self._on_change = host, accounting, on_change
+        self._accounting, self._on_change, self._method = accounting, on_change, method
         self._reducers: dict[int, Reducer] = {}
         self._lost: dict[PeerId, str] = {}  # peers that no reducer here waits for, also not for parts given to it later
         self._silent: list[PeerId] = []
@@ -147,7 +145,7 @@ class AllReduce:
         low, high = self.task.resolved.part(part)
         if low == high:
             self.take(part, _empty(self.task, part))
-        elif reducer == self.task.me:
+        elif reducer == self.task.host.me:
             self._reducers[part] = Reducer(self.task, part, self.parts.get(part))
             for peer, why in self._lost.items():
                 self._reducers[part].lose(peer, why)
@@ -191,7 +189,7 @@ class AllReduce:
         async with AsyncExitStack() as opened:
             try:
                 async with asyncio.timeout_at(answer_by):
-                    opening = self._host.transport.open(peer, self._method, task.deadline)
+                    opening = task.host.transport.open(peer, self._method, task.deadline)
                     stream = await opened.enter_async_context(opening)
             except TimeoutError:
                 self._silent.append(peer)
@@ -246,7 +244,7 @@ class Reducer:
         self._order = {peer: index for index, peer in enumerate(resolved.peers)}
         self._chunks = self.part.chunks
         self._expected = [
-            peer for peer in resolved.peers if peer != task.me and resolved.weights[self._order[peer]] > 0
+            peer for peer in resolved.peers if peer != task.host.me and resolved.weights[self._order[peer]] > 0
         ]
         self._served: set[PeerId] = set()
         self._inbox: dict[int, dict[PeerId, memoryview]] = {index: {} for index in range(self._chunks)}
@@ -270,7 +268,7 @@ class Reducer:
                 # The window held up the other members behind the late ones, so they get a share of the time left.
                 late = self._late()
             cost_bytes = 4 * self._scratch.numel()
-            mask, refused = await self.task.compute.run(partial(self._close, index), cost_bytes)
+            mask, refused = await self.task.host.compute.run(partial(self._close, index), cost_bytes)
             for peer, why in refused.items():
                 self.lose(peer, why)  # before the chunk is closed, since `lose` ignores peers once all chunks are
             self._masks.append(mask)
@@ -279,7 +277,7 @@ class Reducer:
             self._notifier.notify()
         task, result = self.task, self.part.seal(self._digests)
         done = wire.PartDone(self.index, task.resolved.plan.reducers[self.index], result, b"")
-        self.part.done = replace(done, signature=task.signer.sign(task.message(done)))
+        self.part.done = replace(done, signature=task.host.signer.sign(task.message(done)))
         self._scratch, self._free = torch.empty(0), []
         self.outliers = {task.resolved.peers[member]: why for member, why in self._judge.named().items()}
         self._notifier.notify()
@@ -383,7 +381,7 @@ class Reducer:
         low, high = self.part.elements(index)
         taken, refused = list[tuple[int, Vector, float]](), dict[PeerId, str]()
         for order, peer in enumerate(resolved.peers):
-            if resolved.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.dropped)):
+            if resolved.weights[order] == 0 or (peer != task.host.me and (peer not in inbox or peer in self.dropped)):
                 continue
             try:
                 taken.append((order, *self._decode(peer, index, self._scratch[len(taken), : high - low])))
@@ -407,7 +405,7 @@ class Reducer:
         Raises BadPayload if they are not finite, or the contribution's norm exceeds its limit.
         """
         task = self.task
-        if peer == task.me:
+        if peer == task.host.me:
             low, high = self.part.elements(index)
             scratch.copy_(task.mine.read(low, high, scratch))
             if self.part.codec is not task.format.codec:  # the mean has room only for encoded contributions
@@ -439,20 +437,46 @@ async def contribute(task: DataPhase, part: int, stream: Stream, again: bool = F
     """
     held, peers = task.part(part), task.resolved.peers
     await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.format.codec.name))
-    receiving = receive_reduced(stream, held, task.compute, task.into, (1 << len(peers)) - 1, task.progress)
+    receiving = _receive_part(task, held, stream)
     done = await (receiving if again else run_with_helper(receiving, _send_part(task, part, stream)))
     if (done.part, done.result) != (part, held.result) or done.reducer >= len(peers):
         raise BadPayload("a part whose digest is not that of its chunks")
-    if not task.signer.verify(peers[done.reducer], task.message(done), done.signature):
+    if not task.host.signer.verify(peers[done.reducer], task.message(done), done.signature):
         raise BadPayload("a part with a forged signature")
     held.done = done
     return held
 
 
 async def _send_part(task: DataPhase, part: int, stream: Stream) -> None:
-    if task.resolved.weights[task.resolved.peers.index(task.me)] == 0:
+    if task.resolved.weights[task.resolved.peers.index(task.host.me)] == 0:
         return
     # A reducer that gave this peer up as late closes the stream once it has sent its part. If it is lost instead,
     # the receiving side raises.
     with suppress(PeerSilent):
-        await send_vector(stream, task.contribution(part), task.mine, task.compute)
+        await send_vector(stream, task.contribution(part), task.mine, task.host.compute)
+
+
+async def _receive_part(task: DataPhase, held: ReducedPart, stream: Stream) -> wire.PartDone:
+    """Receive the reduced chunks into `held`, decode them into the mean, and seal the part. Returns the reducer's
+    statement, which is neither verified nor compared with the part.
+    """
+    digests: list[bytes] = []
+    scratch, allowed = held.scratch_vector(), (1 << len(task.resolved.peers)) - 1
+
+    def accept(index: int) -> bytes:
+        held.decode_chunk(index, task.into, scratch)
+        return held.digest_of(index, held.masks[index])
+
+    for index in range(held.chunks):
+        data = held.chunk(index)
+        mask = due(await stream.receive(HEADER_LIMIT), wire.Reduced, index, len(data)).mask
+        if mask & ~allowed:  # a member that is left out of one chunk is in no later one
+            raise BadPayload(f"reduced chunk {index} holds a contributor that is excluded or unknown")
+        allowed = mask
+        await stream.receive_into(data)
+        held.masks.append(mask)
+        digests.append(await task.host.compute.run(partial(accept, index), 2 * len(data)))
+        task.progress()
+    done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
+    held.seal(digests)
+    return done

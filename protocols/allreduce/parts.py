@@ -13,15 +13,14 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from blake3 import blake3
 
 from protocols import wire
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import BadPayload, Buffer, Compute, Deadline, PeerId, RoundKey, Settings, Signer, Stream, Vector
+from protocols.base import Buffer, Deadline, Host, RoundKey, Settings, Stream, Vector
 from protocols.registry import CHUNK_ELEMENTS
-from protocols.streams.chunks import HEADER_LIMIT, PartLayout, due
+from protocols.streams.chunks import PartLayout
 from protocols.vectors.codec import Codec
 from protocols.vectors.views import VectorView
 
@@ -127,12 +126,10 @@ class PartFormat:
 class DataPhase:
     key: RoundKey
     resolved: ResolvedPlan
-    me: PeerId
+    host: Host
     mine: VectorView  # unchanged until the data phase ends
     into: VectorView  # takes the mean, chunk by chunk as it comes in
     format: PartFormat
-    compute: Compute
-    signer: Signer
     silent: Deadline  # a contributor that has not opened its stream by then is left out
     patience_seconds: float  # time that a reducer has to answer a stream
     deadline: Deadline
@@ -156,43 +153,6 @@ async def send_encoded(stream: Stream, part: ReducedPart) -> None:
     for index in range(part.chunks):
         data = part.chunk(index)
         await stream.send(wire.Chunk(index, len(data)), data)
-
-
-async def receive_reduced(
-    stream: Stream,
-    part: ReducedPart,
-    compute: Compute,
-    into: VectorView | None = None,
-    allowed: int | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> wire.PartDone:
-    """Receive reduced chunks into `part`, set its `masks` and `result`, and decode them into `into`, if that is given.
-
-    `allowed` is the mask of the contributors that the first chunk may hold; a later one may hold only those of the
-    previous one. Returns the sender's statement, neither verified nor compared with `part.result`.
-    """
-    digests: list[bytes] = []
-    scratch = part.scratch_vector() if into else None
-
-    def accept(index: int) -> bytes:
-        if scratch is not None:
-            part.decode_chunk(index, into, scratch)
-        return part.digest_of(index, part.masks[index])
-
-    for index in range(part.chunks):
-        data = part.chunk(index)
-        header = due(await stream.receive(HEADER_LIMIT), wire.Reduced, index, len(data))
-        if allowed is not None:
-            if header.mask & ~allowed:
-                raise BadPayload(f"reduced chunk {index} holds a contributor that is excluded or unknown")
-            allowed = header.mask
-        await stream.receive_into(data)
-        part.masks.append(header.mask)
-        digests.append(await compute.run(partial(accept, index), (2 if into else 1) * len(data)))
-        progress()
-    done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
-    part.seal(digests)
-    return done
 
 
 GRANULE_BYTES = 1 << 18

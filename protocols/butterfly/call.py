@@ -21,7 +21,7 @@ from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, Deadline, Head, Header, LocalProgress, Member, PeerId, RoundKey, Signer
 from protocols.consensus.record import coordinators
-from protocols.streams.endpoint import ControlChannel, RoundAccounting
+from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.wire import Offer, Plan, Ready, blob, canonical_bytes, flag, one, register, uint
 
 GROWTH = 1.25  # an offer is sent again when its tokens have grown by this factor
@@ -95,12 +95,10 @@ class RoundStart:
     def __init__(
         self,
         *,
-        me: Member,
+        endpoint: ProtocolEndpoint,
         head: Head,
         inputs: planning.PlanInputs,
-        signer: Signer,
         post: ControlChannel,
-        accounting: RoundAccounting,
         bandwidth: float,
         deadline: Deadline,
         resting: RestingMembers,
@@ -116,8 +114,9 @@ class RoundStart:
         self.cut_at = deadline  # when the last member has to send its work
         self._present, self._roster_changes = present, roster_changes
         self._resting, self._stated = resting, False
-        self._me, self._bandwidth, self._deadline = me, bandwidth, deadline
-        self._signer, self._post, self._accounting, self._changed = signer, post, accounting, changed
+        self._me, self._bandwidth, self._deadline = endpoint.me, bandwidth, deadline
+        self._signer, self._accounting = endpoint.host.signer, endpoint.accounting
+        self._post, self._changed = post, changed
         self._key, self._roster, self._inputs = head.key, head.roster, inputs
         self._order = coordinators(head.key.lineage, head.roster)
         self._began = loop_time()

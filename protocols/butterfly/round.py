@@ -82,12 +82,10 @@ class Round:
             growth=lambda members: codec.reduced(members).encoded_bytes(many) / size,
         )
         self.call = RoundStart(
-            me=self.me,
+            endpoint=endpoint,
             head=head,
             inputs=inputs,
-            signer=self.host.signer,
             post=post,
-            accounting=self.accounting,
             bandwidth=bandwidth,
             deadline=deadline,
             resting=vote.resting,
@@ -155,18 +153,16 @@ class Round:
         task = DataPhase(
             key=self.head.key,
             resolved=resolved,
-            me=self.me.peer,
+            host=self.host,
             mine=mine,
             into=into,
             format=self._format,
-            compute=self.host.compute,
-            signer=self.host.signer,
             silent=max(loop_time(), self.call.cut_at) + patience_seconds,
             patience_seconds=patience_seconds,
             deadline=self.call.data_phase_until(),
             progress=self.vote.moved,
         )
-        self.exchange = exchange = AllReduce(self.host, self.accounting, task, self._on_exchange)
+        self.exchange = exchange = AllReduce(task, self.accounting, self._on_exchange)
         live = self.live_peers()
         for peer in resolved.peers:
             if peer not in live and peer != self.me.peer:

@@ -67,18 +67,16 @@ class GroupAllReduce:
         task = DataPhase(
             key=key,
             resolved=resolved,
-            me=context.me.peer,
+            host=context.host,
             mine=source,
             into=target,
             format=context.format,
-            compute=context.host.compute,
-            signer=context.host.signer,
             silent=now + self._patience_seconds,
             patience_seconds=self._patience_seconds,
             deadline=min(deadline, now + budget_seconds),
             progress=lambda: None,
         )
-        self._exchange = AllReduce(context.host, context.accounting, task, lambda part: self._notifier.notify(), DATA)
+        self._exchange = AllReduce(task, context.accounting, lambda part: self._notifier.notify(), DATA)
         for peer in resolved.peers:
             if peer not in context.tracker.sight and peer != context.me.peer:
                 self.lose(peer)

@@ -280,7 +280,7 @@ def test_reducer_with_undecodable_part_is_blamed(monkeypatch: pytest.MonkeyPatch
 
     def poisoned(self: Reducer, index: int) -> object:
         result = close(self, index)
-        if self.task.me == "p02":
+        if self.task.host.me == "p02":
             data = self.part.chunk(index)
             data[0:4] = struct.pack("<f", float("nan"))
             self._digests[-1] = self.part.digest_of(index, result[0])

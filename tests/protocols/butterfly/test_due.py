@@ -54,13 +54,12 @@ def called_at(conducts: Sequence[Conduct], roster_changes: bool) -> float | None
     async def main() -> float | None:
         roster = tuple(Member(f"p{index}") for index in range(len(conducts)))
         head, resting, loop = genesis(RUN, "run", roster, bytes(32)), RestingMembers(), asyncio.get_running_loop()
+        endpoint: Any = SimpleNamespace(me=roster[0], host=SimpleNamespace(signer=SIGNER), accounting=RoundAccounting())
         call = RoundStart(
-            me=roster[0],
+            endpoint=endpoint,
             head=head,
             inputs=planning.PlanInputs(head.key, 64, 4.0),
-            signer=SIGNER,
             post=POST,
-            accounting=RoundAccounting(),
             bandwidth=1e6,
             deadline=LIMIT_SECONDS,
             resting=resting,
