@@ -25,7 +25,7 @@ from node.tasks.extra import find
 from node.tasks.flat import FlatParameters, View
 from node.tasks.recipe import Recipe
 from node.tasks.user_task import OwnTask
-from node.training.inner_optimizer import FlatOptimizer, InnerOptimizer, Moment, matrices
+from node.training.inner_optimizer import FlatOptimizer, InnerOptimizer, matrices
 from node.training.task_learner import MicrobatchLoss, TaskLearner
 from protocols.base import Layout, Vector
 
@@ -82,8 +82,8 @@ class ZeroLearner(TaskLearner):
         self.position = position
         return self.step(round_number, step)
 
-    def _optimizer_of(self, flat: FlatParameters, recipe: Recipe) -> InnerOptimizer:
-        group = self._group
+    def _optimizer_of(self, flat: FlatParameters) -> InnerOptimizer:
+        group, recipe = self._group, self._recipe
         borders = [end for matrix in matrices(flat.layout) for end in matrix[:2]]
         self._cuts = cuts(len(flat.vector), group.size, borders if recipe.inner_optimizer == "muon" else None)
         self._low, self._high = self._cuts[group.rank : group.rank + 2]
@@ -181,9 +181,6 @@ class ZeroLearner(TaskLearner):
     def _part(self) -> slice:
         """This rank's part of the whole vector. The last one's includes the extra tensors."""
         return slice(self._low, self._high if self._group.rank < self._group.size - 1 else len(self.vector))
-
-    def placed_moments(self, make: bool = False) -> list[Moment]:
-        return self._optimizer.placed_moments(make)
 
 
 class _PartOptimizer(FlatOptimizer):

@@ -7,7 +7,7 @@ operations are those of `LlamaForCausalLM` in Hugging Face transformers. So its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -49,20 +49,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class _Attention(nn.Module):
     def __init__(self, shape: GptConfig) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.width = shape.width // shape.heads  # of a head
         self.q_proj = Linear(shape.width, shape.width)
         self.k_proj = Linear(shape.width, shape.width)
         self.v_proj = Linear(shape.width, shape.width)
         self.o_proj = Linear(shape.width, shape.width)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        rows, positions, width = x.shape
+        rows, positions, _ = x.shape
         q, k, v = (
-            project(x).view(rows, positions, self.heads, -1).transpose(1, 2)
+            project(x).view(rows, positions, -1, self.width).transpose(1, 2)  # a rank may hold some of the heads
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = functional.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, positions, width))
+        out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, positions, -1))
         return out
 
 
@@ -178,10 +178,19 @@ class GptTask:
 
     def __init__(self, preset: Preset, text: Text, seed: int = 0, device: str = "cpu") -> None:
         self.module = Gpt(preset.shape, seed).to(device)
-        self._device = device
+        self.device = device
         self.rows, self._width = preset.rows, preset.shape.context + 1
         self._text = text
         text.require(self._width)
+
+    def tensor_parallel_plan(self, ranks: int) -> Mapping[str, str]:
+        """How each layer is divided among ranks, in the words of transformers; ValueError if it cannot be."""
+        heads = self.module.shape.heads
+        if heads % ranks:
+            raise ValueError(f"{heads} attention heads cannot be divided among {ranks} ranks: take a divisor")
+        inside = {f"self_attn.{each}_proj": "colwise" for each in "qkv"} | {"self_attn.o_proj": "rowwise"}
+        inside |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+        return {f"model.layers.*.{name}": how for name, how in inside.items()}
 
     def batch(self, seed: int, position: int) -> Batch:
         """Inputs and targets, each int64 (rows, context)."""
@@ -189,7 +198,7 @@ class GptTask:
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        inputs, targets = (each.to(self._device) for each in batch)
+        inputs, targets = (each.to(self.device) for each in batch)
         return functional.cross_entropy(self.module(inputs).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

@@ -160,7 +160,7 @@ def test_setting_reaches_each_task(tmp_path: Path, capsys: pytest.CaptureFixture
         learner = build_stage(replace(spec, checkpointing=each), torch.empty, False).learner
         drawn = learner.run(StageJob(JobKind.DRAW, ()))
         learner.run(StageJob(JobKind.FINISH, (drawn.payloads[0],), drawn.number, 1.0))
-        gradients.append(learner._optimizer._gradient.clone())
+        gradients.append(learner._optimizer._gradients[0].clone())
     assert torch.equal(*gradients) and gradients[0].any()
     assert "--checkpointing" not in capsys.readouterr().err
     build(replace(spec, values=OwnValues(f"{__name__}:without_blocks"), checkpointing=True), torch.empty, False)
