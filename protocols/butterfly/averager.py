@@ -148,18 +148,16 @@ class Butterfly:
         if key == here:
             attempt.take(peer, message)
         elif key.lineage in self._votes:
-            self._on_past(peer, message, self._votes[key.lineage])
+            vote = self._votes[key.lineage]
+            if isinstance(message, VoteMessage):
+                vote.receive(peer, message)
+            elif vote.certificate:
+                self._post.send(peer, vote.certificate)
         elif key.round == here.round + 1:
             self._parked[peer].append(message)
             self._post.send(peer, StartBallot(here, self.me, attempt.vote.paxos.ballot, ()))
         else:
             self._on_ahead(peer)
-
-    def _on_past(self, peer: PeerId, message: RoundMessage, vote: RoundVote) -> None:
-        if isinstance(message, VoteMessage):
-            vote.receive(peer, message)
-        elif vote.certificate:
-            self._post.send(peer, vote.certificate)
 
     def _unpark(self) -> None:
         parked = [(peer, message) for peer, messages in self._parked.items() for message in messages]
@@ -172,16 +170,17 @@ class Butterfly:
     async def _on_data(self, stream: Stream, opening: wire.Contribute) -> None:
         """Serve a data stream in its round. If that is the next round, wait until this peer enters it."""
         key, here = opening.key, self._round.head.key if self._round else None
+
+        def is_past() -> bool:
+            return self._round is not None and key.round < self._round.head.key.round
+
         if here and (key.round > here.round + 1 or (key.round == here.round and key != here)):
             raise BadPayload(f"a contribution to another lineage, round {key.round}")
-        if here and key.round < here.round and not self._rounds.get(key.lineage):
+        if is_past() and not self._rounds.get(key.lineage):
             if key.lineage not in self._votes:
                 raise BadPayload(f"a stale contribution to round {key.round}")
             raise PeerSilent(stream.peer, f"round {key.round} is over")
-        attempt = await self._rounds.wait_for(key.lineage, stream, lambda: self._is_past(key))
+        attempt = await self._rounds.wait_for(key.lineage, stream, is_past)
         if attempt is None:
             raise PeerSilent(stream.peer, f"round {key.round} is over")
         await attempt.serve(stream.peer, stream, opening)
-
-    def _is_past(self, key: RoundKey) -> bool:
-        return self._round is not None and key.round < self._round.head.key.round
