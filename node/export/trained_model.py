@@ -19,6 +19,7 @@ from node.membership.hello import MAX_RUN_BYTES
 from node.runtime.identity import verify
 from node.storage.certificate_log import stored
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newest
+from node.storage.journal import tail
 from node.storage.statedir import StateError, read_stage
 from node.tasks.extra import named_tensors
 from node.tasks.hf.settings import ModelError
@@ -190,13 +191,7 @@ def _manifest(directory: Path) -> Manifest:
 
 def _held_out_loss(reports: Path, lineage: str) -> float:
     """Held-out loss after a record, from the peer's last reports; nan if it is not in them."""
-    try:
-        with reports.open("rb") as file:
-            file.seek(max(0, reports.stat().st_size - _LAST_REPORTS_BYTES))
-            lines = file.read(_LAST_REPORTS_BYTES).splitlines()
-    except OSError:
-        return math.nan
-    for line in reversed(lines):
+    for line in reversed(tail(reports, _LAST_REPORTS_BYTES).splitlines()):
         try:
             report = json.loads(line)
             if report["lineage"] == lineage and report["held_out_loss"] is not None:

@@ -66,12 +66,12 @@ class Journal:
 
     def recent(self) -> list[RoundReport]:
         """The last reports on disk, a few megabytes of them, oldest first; unreadable lines are left out."""
-        tail = b""
+        recent = b""
         for path in (self._path, rotated_path(self._path)):
-            if len(tail) < _RECENT_BYTES:
-                tail = _tail(path, _RECENT_BYTES - len(tail)) + tail
+            if len(recent) < _RECENT_BYTES:
+                recent = tail(path, _RECENT_BYTES - len(recent)) + recent
         found: list[RoundReport] = []
-        for line in tail.splitlines():
+        for line in recent.splitlines():
             with suppress(ValueError, TypeError):
                 report = RoundReport.from_json(line)
                 bytes.fromhex(report.lineage)  # the line may be damaged
@@ -84,8 +84,8 @@ class Journal:
         with self._path.open("a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - _MAX_LINE_BYTES))
-            tail = file.read(_MAX_LINE_BYTES)
-            file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+            end_of_file = file.read(_MAX_LINE_BYTES)
+            file.truncate(end - len(end_of_file) + end_of_file.rfind(b"\n") + 1)
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -101,7 +101,7 @@ class Journal:
         draft.replace(self._totals_path)
 
 
-def _tail(path: Path, size_bytes: int) -> bytes:
+def tail(path: Path, size_bytes: int) -> bytes:
     """The last bytes of a file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
