@@ -19,17 +19,14 @@ from contextlib import asynccontextmanager
 
 from protocols import wire
 from protocols.aio import loop_time, task_group
-from protocols.allreduce.parts import ChunkPool, PartFormat
 from protocols.allreduce.plan import offer_message
 from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, Settings, Stream
 from protocols.moshpit.grid import GROUP_MOST
 from protocols.moshpit.group_allreduce import DATA, PART, GroupAllReduce
-from protocols.moshpit.matchmaker import MoshpitContext
-from protocols.moshpit.peer_tracker import PeerTracker, PositionAnnouncement, check
+from protocols.moshpit.peer_tracker import PositionAnnouncement, check
 from protocols.moshpit.session import MoshpitSession
 from protocols.moshpit.state import MoshpitState
-from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
-from protocols.vectors.codec import state_codec
+from protocols.streams.endpoint import ProtocolEndpoint
 
 CONTROL = "starling/moshpit/control/1"
 ANNOUNCE_TO_ALL_LIMIT = 64
@@ -45,13 +42,10 @@ class Moshpit:
         self, host: Host, settings: Settings, most: int = GROUP_MOST, announce_limit: int = ANNOUNCE_TO_ALL_LIMIT
     ) -> None:
         """`most` is the largest group size, the same at all peers. `announce_limit`: see `ANNOUNCE_TO_ALL_LIMIT`."""
-        self.host, self.settings = host, settings
+        self.host = host
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
-        self._post = ControlChannel(self._endpoint, CONTROL)
-        used, tracker = PartFormat.of(settings, state_codec(settings.codec), ChunkPool()), PeerTracker(self.me)
-        context = MoshpitContext(host, settings, used, self.me, self.accounting, self._post, tracker)
-        self._moshpit = MoshpitState(context, most, announce_limit)
+        self._moshpit = MoshpitState(self._endpoint, CONTROL, most, announce_limit)
         self._session: MoshpitSession | None = None
         self._endpoint.listen(CONTROL, [PositionAnnouncement], self._hear)
         self._endpoint.listen(CONTROL, [wire.Plan], self._on_plan)
@@ -62,10 +56,10 @@ class Moshpit:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[MoshpitSession]:
         session = self._session = MoshpitSession(self._moshpit, head, deadline)
         self._endpoint.bind(head.key)
-        self._moshpit.context.format.pool.next_round()
-        self._post.on_gone = session.gone
+        self._moshpit.format.pool.next_round()
+        self._moshpit.post.on_gone = session.gone
         try:
-            async with task_group() as group, self._post.run(group, deadline, [*self._moshpit.in_sight()]):
+            async with task_group() as group, self._moshpit.post.run(group, deadline, [*self._moshpit.in_sight()]):
                 search = self._moshpit.search(deadline, session.found)
                 background = [group.create_task(each) for each in (session.live(), session.watch(), search)]
                 try:
@@ -105,7 +99,7 @@ class Moshpit:
         if self._session and not moshpit.data_phases.get(opening.plan) and key.round < self._session.round:
             raise BadPayload(f"a stale contribution, to round {key.round}")
         until = loop_time() + ENTER_SECONDS
-        data_phase = await moshpit.data_phases.wait_for(
+        data_phase: GroupAllReduce | None = await moshpit.data_phases.wait_for(
             opening.plan, stream, lambda: key.lineage in moshpit.closed, until
         )
         if data_phase is None:

@@ -17,7 +17,8 @@ from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
 from protocols.moshpit.grid import seeded_order
-from protocols.moshpit.matchmaker import WEIGHT_SCALE, MoshpitContext
+from protocols.moshpit.matchmaker import WEIGHT_SCALE
+from protocols.moshpit.state import MoshpitState
 from protocols.vectors.views import VectorView, norm
 
 DATA = "starling/moshpit/data/1"
@@ -46,7 +47,7 @@ class GroupAllReduce:
 
     def __init__(
         self,
-        context: MoshpitContext,
+        moshpit: MoshpitState,
         key: RoundKey,
         resolved: ResolvedPlan,
         source: VectorView,
@@ -59,26 +60,26 @@ class GroupAllReduce:
         `target` takes the mean; it is undefined unless `run` returns a result.
         """
         self.key, self.resolved, self.name = key, resolved, resolved.digest.hex()
-        self._context, self._deadline, self._over, self._notifier = context, deadline, False, Notifier()
+        self._moshpit, self._deadline, self._over, self._notifier = moshpit, deadline, False, Notifier()
         self._gone: set[PeerId] = set()
         self._parts = range(len(resolved.plan.reducers))
         now, budget_seconds = loop_time(), resolved.plan.budget_seconds
-        self._patience_seconds = 2 * context.answer_seconds + resolved.phase_seconds
+        self._patience_seconds = 2 * moshpit.answer_seconds + resolved.phase_seconds
         task = DataPhase(
             key=key,
             resolved=resolved,
-            host=context.host,
+            host=moshpit.host,
             mine=source,
             into=target,
-            format=context.format,
+            format=moshpit.format,
             silent=now + self._patience_seconds,
             patience_seconds=self._patience_seconds,
             deadline=min(deadline, now + budget_seconds),
             progress=lambda: None,
         )
-        self._exchange = AllReduce(task, context.accounting, lambda part: self._notifier.notify(), DATA)
+        self._exchange = AllReduce(task, moshpit.accounting, lambda part: self._notifier.notify(), DATA)
         for peer in resolved.peers:
-            if peer not in context.tracker.sight and peer != context.me.peer:
+            if peer not in moshpit.tracker.sight and peer != moshpit.me.peer:
                 self.lose(peer)
 
     def missing(self) -> tuple[PeerId, ...]:
@@ -107,7 +108,7 @@ class GroupAllReduce:
             async with task_group() as group:
                 running = group.create_task(exchange.run())
                 while self._expects_more():
-                    again = min(exchange.task.deadline, loop_time() + self._context.answer_seconds)
+                    again = min(exchange.task.deadline, loop_time() + self._moshpit.answer_seconds)
                     await self._notifier.reached(lambda: all(self._known(part) for part in self._parts), again)
                 running.cancel()  # nothing may write to the target any more
         finally:
@@ -126,8 +127,8 @@ class GroupAllReduce:
 
         If none of them did, this peer was probably cut off or slow itself, so none is recorded as unreliable.
         """
-        tracker, withheld = self._context.tracker, self._exchange.withheld.union(self.missing())
-        others = [offer.member for offer in self.resolved.plan.offers if offer.member != self._context.me]
+        tracker, withheld = self._moshpit.tracker, self._exchange.withheld.union(self.missing())
+        others = [offer.member for offer in self.resolved.plan.offers if offer.member != self._moshpit.me]
         for member in others:
             if member.peer not in withheld:
                 tracker.delivered(member)
@@ -136,9 +137,9 @@ class GroupAllReduce:
 
     def _name_reducer(self, part: int) -> None:
         reducer, given = self.resolved.reducer(part), part in self._exchange.parts
-        if reducer != self._context.me.peer:
+        if reducer != self._moshpit.me.peer:
             why = "it sent a part that it did not make" if given else "its part did not arrive"
-            self._context.accounting.name(reducer, f"lost as a reducer: {why}")
+            self._moshpit.accounting.name(reducer, f"lost as a reducer: {why}")
 
     def _known(self, part: int) -> bool:
         return part in self._exchange.parts or part in self._exchange.failed
@@ -149,7 +150,7 @@ class GroupAllReduce:
         A member that counts as dead may still be sending, because heartbeats are late on a busy line.
         """
         now, exchange = loop_time(), self._exchange
-        moving = now < exchange.moved + self._context.answer_seconds
+        moving = now < exchange.moved + self._moshpit.answer_seconds
         possible = any(
             not self._known(part) and (moving or self.resolved.reducer(part) not in self._gone) for part in self._parts
         )
@@ -157,15 +158,15 @@ class GroupAllReduce:
 
     async def _fetch_part(self, part: int) -> bool:
         """Get a part from another member that has it with its reducer's signature. The part's digest is not known."""
-        context, exchange = self._context, self._exchange
+        moshpit, exchange = self._moshpit, self._exchange
         for peer in seeded_order(self.resolved.digest, self.resolved.peers):
-            if peer in (context.me.peer, self.resolved.reducer(part)) or peer not in context.tracker.sight:
+            if peer in (moshpit.me.peer, self.resolved.reducer(part)) or peer not in moshpit.tracker.sight:
                 continue
             deadline = min(self._deadline, loop_time() + self._patience_seconds)
             try:
                 async with (
-                    context.host.transport.open(peer, PART, deadline) as stream,
-                    context.accounting.counting(stream),
+                    moshpit.host.transport.open(peer, PART, deadline) as stream,
+                    moshpit.accounting.counting(stream),
                 ):
                     held = await contribute(exchange.task, part, stream, again=True)
                     if held.done is None or held.done.reducer != self.resolved.plan.reducers[part]:
@@ -182,7 +183,7 @@ class GroupAllReduce:
         for part, each in held.items():
             if not all(mask & bringing for mask in each.masks):
                 why = "refused: its part has chunks without any contribution"
-                self._context.accounting.name(resolved.reducer(part), why)
+                self._moshpit.accounting.name(resolved.reducer(part), why)
                 return None
         chunks = sum(each.chunks for each in held.values())
         weights = {peer: weight / WEIGHT_SCALE for peer, weight in zip(resolved.peers, resolved.weights, strict=True)}

@@ -15,14 +15,11 @@ from statistics import median_low
 from protocols import wire
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import plan as planning
-from protocols.allreduce.parts import PartFormat
-from protocols.base import BadPayload, Deadline, Host, Member, PeerId, Settings
+from protocols.base import BadPayload, Deadline, PeerId
 from protocols.moshpit.grid import seeded_order
-from protocols.moshpit.peer_tracker import WAITING, PeerTracker, PositionAnnouncement
-from protocols.streams.endpoint import ControlChannel, RoundAccounting
+from protocols.moshpit.peer_tracker import WAITING, PositionAnnouncement
+from protocols.moshpit.state import MoshpitState
 
-FLOOR_SECONDS = 1.0  # the least time that a peer has to answer; round trips come on top
-ROUND_TRIP_LIMIT_SECONDS = 2.0
 CALLERS = 3  # after this many callers that did not call, a peer continues without a group
 GROUP_NORM_SPREAD = 4.0
 """A state is refused if its norm is more than this many times the median. Norms stay similar even where states drift
@@ -30,26 +27,6 @@ apart, so a larger one is not a state of this run, and would dominate the mean."
 WEIGHT_SCALE = 1 << 20
 """Weights are sent as integers in this unit, because weights that are means of others need not be whole numbers."""
 UNCLIPPED = math.inf  # no clipping: a scaled state would be a different state, so a state counts whole or not at all
-
-
-@dataclass(frozen=True, slots=True)
-class MoshpitContext:
-    """What all groups of one averager use."""
-
-    host: Host
-    settings: Settings
-    format: PartFormat
-    me: Member
-    accounting: RoundAccounting
-    post: ControlChannel
-    tracker: PeerTracker
-
-    @property
-    def answer_seconds(self) -> float:
-        """How long a peer may take to answer: the floor plus twice the slowest round trip to a peer in sight."""
-        trips = self.post.round_trip_seconds
-        slowest = max((trips.get(peer, 0.0) for peer in self.tracker.sight), default=0.0)
-        return FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +47,7 @@ class GroupMatchmaker:
 
     def __init__(
         self,
-        context: MoshpitContext,
+        moshpit: MoshpitState,
         mine: PositionAnnouncement,
         axis: int,
         contribution: GroupContribution,
@@ -84,7 +61,7 @@ class GroupMatchmaker:
         self.key = mine.key(axis)
         self.resolved: planning.ResolvedPlan | None = None
         self.began = loop_time()
-        self._context, self._mine, self._axis, self._contribution = context, mine, axis, contribution
+        self._moshpit, self._mine, self._axis, self._contribution = moshpit, mine, axis, contribution
         self._announce, self._deadline = announce, deadline
         self._followed: list[PeerId] = []
         self._given_up: list[PeerId] = []
@@ -107,10 +84,10 @@ class GroupMatchmaker:
     def _note_arrival(self, peer: PeerId) -> None:
         if peer not in self._came:
             self._came.add(peer)
-            self._context.tracker.came(peer, loop_time() - self.began)
+            self._moshpit.tracker.came(peer, loop_time() - self.began)
 
     def missing(self) -> list[PositionAnnouncement]:
-        line = self._context.tracker.line(self._mine, self._axis)
+        line = self._moshpit.tracker.line(self._mine, self._axis)
         return [latest for latest in line.values() if latest.progress < (self._axis, WAITING)]
 
     async def wait_for_plan(
@@ -121,32 +98,32 @@ class GroupMatchmaker:
         It waits for `expected` peers, this one included; 0: only for those that are known to come. For the seconds, see
         `PeerTracker.patience_seconds`.
         """
-        context, callable_at = self._context, math.inf
+        moshpit, callable_at = self._moshpit, math.inf
         while self.resolved is None and loop_time() < self._deadline:
-            line, missing, now = context.tracker.line(self._mine, self._axis), self.missing(), loop_time()
+            line, missing, now = moshpit.tracker.line(self._mine, self._axis), self.missing(), loop_time()
             waiting = {peer: latest for peer, latest in line.items() if latest not in missing}
             for peer in waiting:
                 self._note_arrival(peer)
-            waits = context.tracker.patience_seconds(missing, spent_seconds, most_seconds)
-            late = self.began + context.answer_seconds + waits
+            waits = moshpit.tracker.patience_seconds(missing, spent_seconds, most_seconds)
+            late = self.began + moshpit.answer_seconds + waits
             whole = not missing and len(waiting) + 1 >= expected
             callable_at = min(callable_at, now) if whole or now >= late else math.inf
             if callable_at <= now and not waiting:
                 break
             if now >= late and not self._was_late:
                 self._was_late = True
-                context.tracker.missed(latest.sender.peer for latest in missing)
+                moshpit.tracker.missed(latest.sender.peer for latest in missing)
             called_by = self._caller([*waiting] if callable_at <= now else [*line])
             if called_by is None:
                 # the last caller may have called at the very moment when it was given up
-                until = min(self._deadline, now + context.answer_seconds)
+                until = min(self._deadline, now + moshpit.answer_seconds)
                 await self._notifier.reached(lambda: self.resolved is not None, until)
                 break
             until = late
             if callable_at <= now:
-                until = callable_at + (len(self._given_up) + 1) * context.answer_seconds
-                follow = [latest.offer[0] for latest in waiting.values() if latest.follows == context.me.peer]
-                if called_by == context.me.peer and (len(follow) == len(waiting) or now >= until):
+                until = callable_at + (len(self._given_up) + 1) * moshpit.answer_seconds
+                follow = [latest.offer[0] for latest in waiting.values() if latest.follows == moshpit.me.peer]
+                if called_by == moshpit.me.peer and (len(follow) == len(waiting) or now >= until):
                     return self._call(follow)
                 if now >= until:
                     self._given_up.append(called_by)
@@ -159,7 +136,7 @@ class GroupMatchmaker:
         """The caller to follow now; None if too many have failed. A change of caller is announced."""
         order = [
             peer
-            for peer in seeded_order(self.key.lineage, [*others, self._context.me.peer])
+            for peer in seeded_order(self.key.lineage, [*others, self._moshpit.me.peer])
             if peer not in self._given_up
         ]
         if not order or len(self._given_up) >= CALLERS:
@@ -170,9 +147,9 @@ class GroupMatchmaker:
         return order[0]
 
     def _signed(self) -> wire.Offer:
-        context, contribution = self._context, self._contribution
+        moshpit, contribution = self._moshpit, self._contribution
         offer = wire.Offer(
-            member=context.me,
+            member=moshpit.me,
             tokens=min(round(contribution.weight * WEIGHT_SCALE), wire.MAX_TOKENS),
             norm=contribution.norm,
             step_seconds=0.0,
@@ -182,23 +159,23 @@ class GroupMatchmaker:
             state_root=self._kind(),
             signature=b"",
         )
-        return replace(offer, signature=context.host.signer.sign(planning.offer_message(self.key, offer)))
+        return replace(offer, signature=moshpit.host.signer.sign(planning.offer_message(self.key, offer)))
 
     def _kind(self) -> bytes:
         """32 bytes for the kind of state: its size and its codec. States of different kinds cannot be averaged."""
-        codec = self._context.format.codec.name.encode()
+        codec = self._moshpit.format.codec.name.encode()
         return self._contribution.elements.to_bytes(8, "little") + codec.ljust(24, b"\0")
 
     @property
     def _inputs(self) -> planning.PlanInputs:
-        per_element = self._context.format.codec.encoded_bytes(1 << 20) / (1 << 20)
+        per_element = self._moshpit.format.codec.encoded_bytes(1 << 20) / (1 << 20)
         return planning.PlanInputs(self.key, self._contribution.elements, per_element)
 
     # -- calling ------------------------------------------------------------------------------------------------------
 
     def _call(self, others: Sequence[wire.Offer]) -> planning.ResolvedPlan | None:
         """Call the peers that follow this one. Returns None if they make no group with it."""
-        me, post = self._context.me.peer, self._context.post
+        me, post = self._moshpit.me.peer, self._moshpit.post
         offers = self._compatible([self._offer, *others[: wire.MAX_ROSTER - 1]])
         if self._offer not in offers or len(offers) < 2 or not any(offer.tokens for offer in offers):
             return None
@@ -216,10 +193,10 @@ class GroupMatchmaker:
         found = []
         for offer in offers:
             if offer.state_root != self._kind():
-                self._context.accounting.name(offer.member.peer, "its state has another size or codec than ours")
+                self._moshpit.accounting.name(offer.member.peer, "its state has another size or codec than ours")
             elif offer.norm > most:
                 why = f"its state's norm is {offer.norm:.3g}, above the limit of {most:.3g} that the others' norms give"
-                self._context.accounting.name(offer.member.peer, why)
+                self._moshpit.accounting.name(offer.member.peer, why)
             else:
                 found.append(offer)
         return found
@@ -233,19 +210,19 @@ class GroupMatchmaker:
             raise BadPayload("a plan without the offer of its sender, or without our own offer")
         if plan.ballot or plan.version:
             raise BadPayload("a second plan for one group, which could give one part two reducers")
-        planning.check(plan, self._inputs, members, self._context.host.signer.verify)
+        planning.check(plan, self._inputs, members, self._moshpit.host.signer.verify)
         if len(self._compatible(plan.offers)) < len(plan.offers) or not any(offer.tokens for offer in plan.offers):
             raise BadPayload("a plan for states of different kinds, or whose weights are all 0")
         self._accept(plan)
 
     def _accept(self, plan: wire.Plan) -> None:
-        resolved = planning.resolve_plan(plan, self._context.settings.robust)
+        resolved = planning.resolve_plan(plan, self._moshpit.settings.robust)
         count = len(resolved.peers)
         # Unlike a pseudo-gradient, a state does not grow after its offer: its limit is its own norm, not the others'.
         self.resolved = replace(resolved, factors=(1.0,) * count, allowances=(UNCLIPPED,) * count, median_norm=0.0)
         for offer, weight in zip(plan.offers, resolved.weights, strict=True):
-            if weight < offer.tokens and self._context.settings.robust == "mean":
-                self._context.accounting.name(
+            if weight < offer.tokens and self._moshpit.settings.robust == "mean":
+                self._moshpit.accounting.name(
                     offer.member.peer, "its weight was clamped: far above the others' weights"
                 )
         self.wake()

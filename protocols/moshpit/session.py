@@ -25,8 +25,8 @@ HASTE = 0.5  # the waiting time for one peer in a group is limited to about this
 
 class MoshpitSession(SessionBase):
     def __init__(self, moshpit: MoshpitState, head: Head, deadline: Deadline) -> None:
-        super().__init__(head, deadline, moshpit.context.accounting)
-        self._moshpit, self._context, self._tracker = moshpit, moshpit.context, moshpit.context.tracker
+        super().__init__(head, deadline, moshpit.accounting)
+        self._moshpit, self._tracker = moshpit, moshpit.tracker
         self._began = loop_time()
         self._cut_at = self._complete_at = math.inf
         self._work = LocalProgress(0, math.nan, 0.0, 0.0)
@@ -67,7 +67,7 @@ class MoshpitSession(SessionBase):
         ready = {
             each.sender.peer for each in self._tracker.announcements() if each.complete and each.round >= self.round
         }
-        return tuple(peer for peer in present if peer not in ready and peer != self._context.me.peer)
+        return tuple(peer for peer in present if peer not in ready and peer != self._moshpit.me.peer)
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         if [len(vector) for vector in mine] != [len(vector) for vector in into]:
@@ -87,7 +87,7 @@ class MoshpitSession(SessionBase):
 
     async def _average_axes(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[GroupResult]:
         """Average with one group along each axis. The result is in `into`, unless all groups failed."""
-        compute = self._context.host.compute
+        compute = self._moshpit.host.compute
         state, free, spare = mine, into, self._moshpit.spare_buffers(into)
         weight, began = float(self._work.tokens), min(self._cut_at, loop_time())
         results: list[GroupResult] = []
@@ -114,11 +114,11 @@ class MoshpitSession(SessionBase):
         self, axis: int, contribution: GroupContribution, source: VectorView, target: VectorView, spent_seconds: float
     ) -> GroupResult | None:
         """Average with the group along one axis. Returns None if there is none, or it fails at this peer."""
-        moshpit, context = self._moshpit, self._context
+        moshpit = self._moshpit
         self._axis = axis
         moshpit.keep_group(self._mine.key(axis).lineage)
         self._matchmaker = matchmaker = GroupMatchmaker(
-            context, self._mine, axis, contribution, self._wait, self.deadline
+            moshpit, self._mine, axis, contribution, self._wait, self.deadline
         )
         expected = 0 if moshpit.sees_all else self._mine.shape[axis]
         resolved = await matchmaker.wait_for_plan(spent_seconds, HASTE * (self._cut_at - self._began), expected)
@@ -126,10 +126,10 @@ class MoshpitSession(SessionBase):
             for peer in resolved.peers:  # the caller may know members that this peer does not
                 moshpit.meet(peer, matchmaker.key.lineage)
             self._update_sight()
-            self._data_phase = GroupAllReduce(context, matchmaker.key, resolved, source, target, self.deadline)
+            self._data_phase = GroupAllReduce(moshpit, matchmaker.key, resolved, source, target, self.deadline)
             moshpit.keep(self._data_phase)
         moshpit.close(matchmaker.key.lineage)
-        self._leave_axis(seeded_order(matchmaker.key.lineage, resolved.peers) if resolved else [context.me.peer])
+        self._leave_axis(seeded_order(matchmaker.key.lineage, resolved.peers) if resolved else [moshpit.me.peer])
         result = await self._data_phase.run() if self._data_phase else None
         if self._data_phase:
             await self._account(self._data_phase, result, source, target)
@@ -147,7 +147,7 @@ class MoshpitSession(SessionBase):
         if result is None or result.incomplete:  # other members may hold more of the mean than this peer, or less
             self.half_exchanges += 1
             moved_by = partial(data_phase.moved, source, target)
-            self.mass_drift += await self._context.host.compute.run(moved_by, 8 * source.size)
+            self.mass_drift += await self._moshpit.host.compute.run(moved_by, 8 * source.size)
 
     def _wait(self, caller: PeerId, offer: wire.Offer) -> None:
         self._stage, self._follows, self._offer = WAITING, caller, (offer,)
@@ -155,7 +155,7 @@ class MoshpitSession(SessionBase):
 
     def _leave_axis(self, members: Sequence[PeerId]) -> None:
         """Announce that this peer is in a group with these members, so no other group along this axis can have it."""
-        moshpit, me = self._moshpit, self._context.me.peer
+        moshpit, me = self._moshpit, self._moshpit.me.peer
         self._stage, self._follows, self._offer = DONE, "", ()
         if not moshpit.sees_all:
             self._index = moshpit.index = next_cell(self._index, self._axis, members.index(me), self._grid.shape)
@@ -193,7 +193,7 @@ class MoshpitSession(SessionBase):
 
     async def watch(self) -> None:
         """Follow the live members, and send each new one this peer's announcement."""
-        members = self._context.host.members
+        members = self._moshpit.host.members
         while loop_time() < self.deadline:
             version = members.version
             self._update_sight()
@@ -253,7 +253,7 @@ class MoshpitSession(SessionBase):
             run=key.run,
             scope=key.scope,
             round=self.round,
-            sender=self._context.me,
+            sender=self._moshpit.me,
             number=self._moshpit.last_number,
             since=self._grid.since,
             shape=self._grid.shape,
@@ -278,4 +278,4 @@ class MoshpitSession(SessionBase):
             member = self._tracker.sight.get(peer)
             if member and self._sent_numbers.get(member) != self._mine.number:
                 self._sent_numbers[member] = self._mine.number
-                self._context.post.send(peer, self._mine)
+                self._moshpit.post.send(peer, self._mine)

@@ -97,7 +97,7 @@ def part_from_another_member() -> tuple[int, PeerId, PeerId]:
 
     async def watched(data_phase: GroupAllReduce, part: int) -> bool:
         found = await obtain(data_phase, part)
-        givers.extend({"p00", "p02"} - {data_phase._context.me.peer} if found else ())
+        givers.extend({"p00", "p02"} - {data_phase._moshpit.me.peer} if found else ())
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -58,7 +58,7 @@ def test_directory_entry_is_renewed_during_long_training() -> None:
     async def ask() -> None:
         moshpit = swarm.averagers["p00"]._moshpit
         now = asyncio.get_running_loop().time()
-        listed.append(await moshpit.context.host.directory.find(f"moshpit/{moshpit.next_group.hex()}", 2, now + 1.0))
+        listed.append(await moshpit.host.directory.find(f"moshpit/{moshpit.next_group.hex()}", 2, now + 1.0))
 
     def begin(network: SimNetwork) -> None:
         loop = asyncio.get_running_loop()
@@ -120,16 +120,16 @@ async def test_contacts_change_each_round(moshpit: MoshpitState) -> None:
 async def test_dead_peer_is_not_sought_until_it_returns(moshpit: MoshpitState) -> None:
     """The directory goes on listing it until its entry expires."""
     moshpit.begin(0)
-    network = moshpit.context.host.transport.network  # type: ignore[attr-defined]
+    network = moshpit.host.transport.network  # type: ignore[attr-defined]
     moshpit.meet("p03", b"group")
     network.contacts.views["p00"].lose("p03")
     moshpit.update_sight()
     moshpit.meet("p03", b"group")
-    assert "p03" not in moshpit.in_sight() and "p03" not in moshpit.context.tracker.sight
+    assert "p03" not in moshpit.in_sight() and "p03" not in moshpit.tracker.sight
     network.contacts.views["p00"].meet(Member("p03", 1))
     moshpit.meet("p03", b"group")
     moshpit.update_sight()
-    assert moshpit.context.tracker.sight["p03"] == Member("p03", 1)
+    assert moshpit.tracker.sight["p03"] == Member("p03", 1)
 
 
 async def test_late_directory_answer_for_old_group_is_ignored(

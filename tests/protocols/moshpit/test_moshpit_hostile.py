@@ -115,7 +115,7 @@ def test_state_exceeding_its_declared_norm_is_excluded(monkeypatch: pytest.Monke
     signed = GroupMatchmaker._signed
 
     def understated(matchmaker: GroupMatchmaker) -> Offer:
-        if matchmaker._context.me.peer == "p01":
+        if matchmaker._moshpit.me.peer == "p01":
             matchmaker._contribution = replace(matchmaker._contribution, norm=matchmaker._contribution.norm / 10)
         return signed(matchmaker)
 

@@ -25,12 +25,11 @@ import torch
 
 from protocols import wire
 from protocols.base import Buffer, Header, PeerId
-from protocols.moshpit.averager import state_codec
 from protocols.moshpit.peer_tracker import PositionAnnouncement
 from protocols.pairwise.push_sum import PushShare
 from protocols.pairwise.state_swap import ExchangeMessage, ExchangeReply, ExchangeRequest
 from protocols.streams.framing import FramedStream
-from protocols.vectors.codec import codec
+from protocols.vectors.codec import codec, state_codec
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.pipe import SimPipe
 
