@@ -125,7 +125,7 @@ docker-test: install
 # out. Exit code 2 where there is no GPU: nothing was tested. DEVICE=cpu runs the same tests on the CPU.
 DEVICE := cuda
 gpu-test:
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu --device $(DEVICE) $(ARGS)
+	@$(or $(if $(findstring command,$(origin PYTHON)),$(PYTHON)),$(wildcard $(BIN)/python),$(PYTHON)) -m tests.gpu --device $(DEVICE) $(ARGS)
 
 # The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again. The long
 # runs of the laboratory take hours more: only what is done is shown (without --show, they go on).

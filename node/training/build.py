@@ -97,7 +97,7 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner,
 
     values = spec.values
     assert isinstance(values, HfValues)
-    reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and device == "cuda")
+    reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and torch.device(device).type == "cuda")
     dtype, autocast = torch.bfloat16 if reduced else torch.float32, None
     if spec.precision == "float16":
         # What is trained stays in float32 and is rounded by autocast, not in copies as for bfloat16: these would sum a
@@ -149,8 +149,9 @@ def _tell_slow(precision: str, device: str) -> None:
 def _autocast(precision: str, device: str, width: int) -> torch.dtype | None:
     if precision == "float16":
         return torch.float16
+    kind = torch.device(device).type
     pays = width >= BFLOAT16_WIDTH and (
-        (device == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        or (device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+        (kind == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        or (kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
     )
     return torch.bfloat16 if precision == "bfloat16" or (precision == "auto" and pays) else None

@@ -57,11 +57,11 @@ needs_hf = pytest.mark.skipif(bool(lacking(OF_HF)), reason=f"without {lacking(OF
 needs_peer = pytest.mark.skipif(bool(lacking(OF_PEER)), reason=f"without {lacking(OF_PEER)}")
 
 
-def gpt(device: str, data: Path | None = None, precision: str = "float32", **recipe: Any) -> WorkerSpec:
+def gpt(device: str, data: Path | None = None, **recipe: Any) -> WorkerSpec:
     values = GptValues(GptConfig(layers=2, width=64, heads=4, context=ROW_TOKENS), rows=ROWS)
     settings = {"learning_rate": 3e-3, "outer_learning_rate": 0.9, "outer_momentum": 0.5, "warmup_steps": 2}
     spec = WorkerSpec(values, Recipe(STEPS, 5, **settings | recipe), 3, 9, data, device=device, threads=1)
-    return replace(spec, precision=precision)
+    return replace(spec, precision="float32")
 
 
 @pytest.fixture
@@ -115,12 +115,22 @@ def on_the_cpu(spec: WorkerSpec) -> LocalTraining:
 
 
 # bfloat16 has 8 bits of mantissa, and AdamW's first steps are as long for small gradients as for large ones.
-@pytest.mark.parametrize("precision, bound", [("float32", 2e-3), ("bfloat16", 0.2)])
-def test_pseudo_gradient_is_that_of_the_cpu(text: Path, precision: str, bound: float) -> None:
-    spec = gpt(DEVICE, text, precision)
+@pytest.mark.parametrize(
+    "change, bound",
+    [
+        ({}, 2e-3),
+        ({"checkpointing": True}, 2e-3),
+        ({"precision": "bfloat16"}, 0.2),
+        ({"precision": "float16"}, 0.2),
+    ],
+    ids=["float32", "checkpointing", "bfloat16", "float16"],
+)
+def test_pseudo_gradient_is_that_of_the_cpu(text: Path, change: dict[str, Any], bound: float) -> None:
+    usual = gpt(DEVICE, text)
+    spec = replace(usual, **change)
 
     async def test() -> None:
-        mine = on_the_cpu(replace(spec, precision="float32"))
+        mine = on_the_cpu(usual)
         async with trainer(spec) as found:
             assert torch.equal(await vector(found), mine.anchor), "the first parameters are the CPU's"
             for number in range(2):
@@ -129,11 +139,11 @@ def test_pseudo_gradient_is_that_of_the_cpu(text: Path, precision: str, bound: f
                     mine.step()
                 work, expected = await trained(found, number), mine.work()
                 assert (work.tokens, work.complete) == (expected.tokens, True)
-                assert work.loss == pytest.approx(expected.loss, rel=0.02 if precision == "bfloat16" else 1e-4)
+                assert work.loss == pytest.approx(expected.loss, rel=1e-4 if spec.precision == "float32" else 0.02)
                 local = await vector(found)
                 moved, expected_move = mine.anchor - local, mine.anchor - mine.learner.vector
                 difference = float((moved - expected_move).norm() / expected_move.norm())
-                print(f"{precision}: the movement differs by {difference:.1e}, the loss by {work.loss - expected.loss}")
+                print(f"{change}: the movement differs by {difference:.1e}, the loss by {work.loss - expected.loss}")
                 assert difference <= bound
                 assert work.norm == pytest.approx(float(moved.norm()), rel=1e-5)
                 assert torch.equal(found.anchor(), mine.anchor)
@@ -235,9 +245,10 @@ def test_model_of_hugging_face_trains_compiled_and_checkpointed(
     model = write_model(tmp_path / "llama", "llama")
     recipe = replace(gpt(DEVICE).recipe, inner_steps=4, mean="token", decay="matrices")
 
-    async def loss(precision: str, **machine: bool) -> tuple[float, float]:
-        values = HfValues(HfSettings(train="full", context=64, rows=2), HfMachine(str(model), **machine))
+    async def loss(precision: str, checkpointing: bool = False, compile: bool = False) -> tuple[float, float]:
+        values = HfValues(HfSettings(train="full", context=64, rows=2), HfMachine(str(model), compile=compile))
         spec = WorkerSpec(values, recipe, 3, data=data, device=DEVICE, threads=1, precision=precision)
+        spec = replace(spec, checkpointing=checkpointing)
         async with trainer(spec) as found:
             work = await trained(found)
             assert found.restarts == 0, found.last_failure

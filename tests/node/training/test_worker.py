@@ -297,5 +297,5 @@ def test_bfloat16_is_used_where_it_pays(text: Path) -> None:
 def test_gpu_with_bfloat16_uses_it_for_wide_models(monkeypatch: pytest.MonkeyPatch) -> None:
     for supported, expected in ((True, torch.bfloat16), (False, None)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, it=supported: it)
-        assert _autocast("auto", "cuda", 192) == expected
+        assert _autocast("auto", "cuda", 192) == _autocast("auto", "cuda:1", 192) == expected
     assert _autocast("auto", "cuda", 96) is _autocast("float32", "cuda", 192) is _autocast("auto", "mps", 192) is None
