@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,15 +84,9 @@ def _static_routes() -> list[Route]:
         if file.suffix in _TYPES:
             name = file.relative_to(STATIC).as_posix()
             path = "/" if name == "index.html" else f"/{name}"
-            routes.append(Route(path, _static(file.read_bytes(), _TYPES[file.suffix]), methods=["GET"]))
+            answer = Response(file.read_bytes(), media_type=_TYPES[file.suffix])
+            routes.append(Route(path, answer, methods=["GET"]))
     return routes
-
-
-def _static(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    async def serve(request: Request) -> Response:
-        return Response(content, media_type=media_type)
-
-    return serve
 
 
 async def _command(request: Request, command: Command) -> Mapping[str, object]:

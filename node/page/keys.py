@@ -14,11 +14,11 @@ import hmac
 import json
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
 from node.storage.json_file import read_json, replace_private
+from protocols.peers.estimates import RecentDict
 
 MAX_SESSIONS = 64
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -29,7 +29,7 @@ class PageKeys:
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._sessions: OrderedDict[str, None] = OrderedDict()
+        self._sessions: RecentDict[str, None] = RecentDict(MAX_SESSIONS)
         self.metrics = metrics_token(token)
 
     def open_session(self, host: str, nonce: str) -> Mapping[str, str] | None:
@@ -41,8 +41,6 @@ class PageKeys:
             return None
         salt = secrets.token_hex(16)
         self._sessions[self._code("session", host, nonce, salt)] = None
-        while len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
         return {"salt": salt, "proof": self._code("proof", host, nonce, salt)}
 
     def allows(self, path: str, key: str) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from base58 import b58decode, b58encode
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -28,40 +29,24 @@ _PUBLIC_PREFIX = b"\x08\x01\x12\x20"  # protobuf PublicKey: key type Ed25519 = 1
 _PEER_ID_PREFIX = b"\x00\x24" + _PUBLIC_PREFIX  # identity multihash of the 36 bytes of the public key's protobuf
 _FILE_BYTES = len(_PRIVATE_PREFIX) + 2 * _KEY_BYTES
 _PEER_ID_CHARACTERS = 52
-_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 class IdentityError(Exception):
     """The identity file cannot be used. The message says what happened, why, and what to do."""
 
 
-def _base58(data: bytes) -> str:
-    number = int.from_bytes(data, "big")
-    digits = []
-    while number:
-        number, digit = divmod(number, 58)
-        digits.append(_ALPHABET[digit])
-    zeros = len(data) - len(data.lstrip(b"\0"))
-    return "1" * zeros + "".join(reversed(digits))
-
-
 def peer_id_of(public_key: bytes) -> PeerId:
-    return _base58(_PEER_ID_PREFIX + public_key)
+    return b58encode(_PEER_ID_PREFIX + public_key).decode()
 
 
 def public_key_of(peer: PeerId) -> bytes:
     """The raw Ed25519 public key, 32 bytes, in a peer id; else ValueError."""
     if len(peer) != _PEER_ID_CHARACTERS:
         raise ValueError(f"{peer[:60]!r} is not the id of an Ed25519 key")
-    number = 0
-    for character in peer:
-        number = number * 58 + _ALPHABET.index(character)
-    size = len(_PEER_ID_PREFIX) + _KEY_BYTES
-    data = number.to_bytes(_PEER_ID_CHARACTERS, "big")[-size:]
-    # The second condition rejects any other spelling of the same bytes.
-    if not data.startswith(_PEER_ID_PREFIX) or _base58(data) != peer:
+    key = b58decode(peer)[len(_PEER_ID_PREFIX) :]
+    if len(key) != _KEY_BYTES or peer_id_of(key) != peer:  # another prefix, or another spelling of the same bytes
         raise ValueError(f"{peer!r} is not the id of an Ed25519 key")
-    return data[len(_PEER_ID_PREFIX) :]
+    return key
 
 
 @lru_cache(maxsize=1024)  # a tenth of the time of a verification goes into reading the id
