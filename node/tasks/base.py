@@ -35,7 +35,7 @@ class TaskContext:
     """Argument of the factory of a user's own task: `factory(given, **given.options)` returns a `Task`."""
 
     seed: int  # of the initial weights, the same for all peers; only the founder's weights are used
-    device: str = "cpu"  # "cpu", "cuda" or "mps": where the module has to be
+    device: str = "cpu"  # "cpu", "cuda", "cuda:1" or "mps": where the module has to be
     data: Path | None = None  # the value of --data on this machine, whose meaning the task defines
     options: Mapping[str, OptionValue] = field(default_factory=dict)  # of the run, the same for all peers
 

@@ -241,7 +241,8 @@ def _check_parameters(name: str, task: Task, device: str) -> None:
     if len(parameters) > MAX_TENSORS or longest > MAX_TENSOR_NAME_CHARACTERS:
         limits = f"{MAX_TENSORS}, with names of {MAX_TENSOR_NAME_CHARACTERS} characters"
         raise TaskError(f"task {name}: {len(parameters)} parameter tensors, names of {longest}: at most {limits}")
-    if first.device.type != device:
+    wanted = torch.device(device)
+    if first.device.type != wanted.type or (first.device.index or 0) != (wanted.index or 0):
         raise TaskError(f"task {name}: the module is on {first.device}, not on the device that was given: {device}")
 
 

@@ -26,7 +26,7 @@ from node.runtime.compute import ThreadCompute
 from node.tasks.gpt_presets import GptConfig
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
 from node.tasks.recipe import Recipe
-from node.tasks.spec import GptValues, WorkerSpec
+from node.tasks.spec import GptValues, OwnValues, WorkerSpec
 from node.training.build import build
 from node.training.remote import RemoteTrainer
 from node.training.trainer import LocalTraining
@@ -114,6 +114,12 @@ def on_the_cpu(spec: WorkerSpec) -> LocalTraining:
     return LocalTraining(build(replace(spec, device="cpu"), torch.empty, False).learner, STEPS)
 
 
+OWN = Recipe(
+    STEPS, 5, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=2, mean="token",
+    decay="matrices",
+)  # fmt: skip
+
+
 # bfloat16 has 8 bits of mantissa, and AdamW's first steps are as long for small gradients as for large ones.
 @pytest.mark.parametrize(
     "change, bound",
@@ -122,15 +128,15 @@ def on_the_cpu(spec: WorkerSpec) -> LocalTraining:
         ({"checkpointing": True}, 2e-3),
         ({"precision": "bfloat16"}, 0.2),
         ({"precision": "float16"}, 0.2),
+        ({"values": OwnValues("tests.gpu.own_task:make"), "recipe": OWN, "data": None}, 2e-3),
     ],
-    ids=["float32", "checkpointing", "bfloat16", "float16"],
+    ids=["float32", "checkpointing", "bfloat16", "float16", "own"],
 )
 def test_pseudo_gradient_is_that_of_the_cpu(text: Path, change: dict[str, Any], bound: float) -> None:
-    usual = gpt(DEVICE, text)
-    spec = replace(usual, **change)
+    spec = replace(gpt(DEVICE, text), **change)
 
     async def test() -> None:
-        mine = on_the_cpu(usual)
+        mine = on_the_cpu(replace(spec, precision="float32", checkpointing=False))
         async with trainer(spec) as found:
             assert torch.equal(await vector(found), mine.anchor), "the first parameters are the CPU's"
             for number in range(2):

@@ -183,6 +183,15 @@ def test_faulty_task_gives_one_line_error(
     assert ("Traceback" in capfd.readouterr().err) == raised, "in the log there is the traceback of what was raised"
 
 
+def test_device_may_have_a_number(module: Callable[[str], str]) -> None:
+    on_given = module(GOOD.replace("nn.Linear(width, 1)", "nn.Linear(width, 1, device=given.device)"))
+    elsewhere = module(GOOD.replace("nn.Linear(width, 1)", "nn.Linear(width, 1, device='meta')"))
+    for name in ("cpu", "cpu:0", "meta"):
+        make(on_given, TaskContext(0, name))
+    with pytest.raises(TaskError, match="the module is on meta, not on the device that was given: meta:1"):
+        make(elsewhere, TaskContext(0, "meta:1"))
+
+
 def test_too_large_layout_is_rejected(module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "MAX_ELEMENTS", 3)
     assert "the module has 4 parameters, more than 3" in refusal(module(GOOD))
