@@ -2,6 +2,10 @@
 
 A mixing strategy (`node.outer.mixing`) decides which vectors are exchanged, and applies the mean. The peer shares no
 chain with the others: `parent` and `lineage` of a report are the roots of its state before and after the round.
+
+Each peer counts its own rounds, so peers reach the end of the run one after the other. A peer that has reached it waits
+for the others, and meanwhile shares its state with them; then come the closing exchanges. It stops waiting if no peer
+has arrived for as long as its last round of training took.
 """
 
 from __future__ import annotations
@@ -10,11 +14,10 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 from node.outer.activity import Activity
-from node.outer.closing import LOOK_SECONDS, SKETCH_SECONDS, ClosingPhase, ClosingResult, joined
 from node.outer.mixing import MixingStrategy, PullMixing, StateMixing
 from node.outer.noloco import NoLoCo
 from node.outer.outer_loop import CATCH_UP_SECONDS, FIRST_ROUND_LIMIT_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult
@@ -27,8 +30,10 @@ from node.storage.checkpoint_manager import CheckpointManager
 from node.tasks.extra import trained_elements
 from protocols.base import (
     AveragingResult,
-    ClosingSession,
+    ClosingAverager,
+    Contribution,
     Deadline,
+    Head,
     IndependentAverager,
     IndependentSession,
     LocalProgress,
@@ -52,6 +57,28 @@ LATE_SHARE = 0.5
 """Share of a round's time limit. A peer that trained for longer had little or no time left to average."""
 
 
+WAIT_FLOOR_SECONDS, WAIT_LIMIT_SECONDS = 20.0, 600.0
+"""Bounds of the wait for other peers to reach the end. Within them, the wait is this peer's last training time."""
+LOOK_SECONDS = 0.25
+SKETCH_SECONDS = 3.0  # Longest wait for the other peers' new sketches, which are sent with heartbeats
+
+
+@dataclass(slots=True)
+class ClosingResult:
+    # includes the exchanges that others began with this peer while it waited
+    mean: AveragingResult = field(default_factory=lambda: AveragingResult(Outcome.SKIPPED))
+    exchanges: int = 0  # this peer's own that took effect
+    half_exchanges: int = 0
+    mass_drift: float = 0.0
+    # the last sketch of each participant before the exchanges; None if it had sent none
+    sketches: Mapping[PeerId, Sketch | None] = field(default_factory=dict)
+
+    def follows(self, last: AveragingResult) -> AveragingResult:
+        sent, received = last.bytes_sent + self.mean.bytes_sent, last.bytes_received + self.mean.bytes_received
+        both = joined(replace(last, bytes_sent=sent, bytes_received=received), self.mean.contributions)
+        return replace(both, blamed=(*last.blamed, *self.mean.blamed))
+
+
 class IndependentOuterLoop(OuterLoop):
     SHARES_ANCHOR = False
     chain: LocalHistory
@@ -68,20 +95,23 @@ class IndependentOuterLoop(OuterLoop):
         checkpoints: CheckpointManager | None = None,
         compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda sketch: {},
         spread_limit: float = math.inf,
-        closing: ClosingPhase | None = None,
+        run_rounds: int | None = None,
         rounds_of_others: Callable[[], Mapping[PeerId, int]] = dict,
     ) -> None:
         """The trainer must hold the state's anchor. NoLoCo's step includes the averaging; with SGD, states are averaged
         after it.
 
         `compare` sends our sketch to the others, and returns the latest sketch of each live peer; `spread_limit` is the
-        largest accepted spread of the peers' parameters, as in reports.
+        largest accepted spread of the peers' parameters, as in reports. `rounds_of_others` returns the round of each
+        other peer that is live and does not leave. After `run_rounds` come the closing exchanges, if the averager has
+        any.
         """
         me = averager.me
         super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
         self.chain, self.averager, self.has_drifted = chain, averager, False
         self._compare_sketches, self._spread_limit = compare, spread_limit
-        self._closing, self._rounds_of_others = closing, rounds_of_others
+        self._closer = averager if isinstance(averager, ClosingAverager) else None
+        self._run_rounds, self._rounds_of_others = run_rounds, rounds_of_others
         self._sketches: dict[PeerId, Sketch] = {}  # the others' sketches, as of the last round
         self._sketch: Sketch | None = None  # our own, as sent to the others
         self._kept_round = -1
@@ -201,22 +231,48 @@ class IndependentOuterLoop(OuterLoop):
         return mean, work
 
     async def _close(self, key: RoundKey, watch: LapTimer) -> ClosingResult:
-        closing = self._closing
-        if closing is None or self.leaving or not closing.is_due(self.key.round):
+        """At the end of the run, wait for the other peers, then average with those that have reached the end."""
+        closer, last, rounds, mixing = self._closer, self._run_rounds, self._rounds_of_others, self._mixing
+        if closer is None or last is None or self.leaving or self.key.round < last or not rounds():
             return ClosingResult()
-
-        def on_enter(session: ClosingSession) -> None:
-            self._offer_again, self.waiting_for = session.cut.set, closing.behind
-
-        def sketches() -> Mapping[PeerId, Sketch]:
-            return self._compare_sketches(self._sketch) if self._sketch else {}
-
-        seconds = (watch.seconds["train"], self._limit_seconds)
-        closed = await closing.run(self._mixing, key, seconds, on_enter, sketches)
+        wait_seconds = min(max(WAIT_FLOOR_SECONDS, watch.seconds["train"]), WAIT_LIMIT_SECONDS)
+        head = Head(key, (self.me,), key.lineage, key.lineage)
+        deadline = asyncio.get_running_loop().time() + 2 * wait_seconds + self._limit_seconds
+        async with closer.enter(head, deadline) as session:
+            self._offer_again, self.waiting_for = session.cut.set, self._behind
+            mixing.share(session)
+            await self._gather(wait_seconds, session.cut)
+            await mixing.reclaim(session)
+            early, undone = mixing.held, mixing.undone
+            here = [peer for peer, number in rounds().items() if number >= last]
+            before = self._compare_sketches(self._sketch) if self._sketch else {}
+            mean = await mixing.close(session, here)
         self._offer_again, self.waiting_for = (lambda: None), tuple
         watch.lap("close")
         watch.seconds["average"] += watch.seconds["close"]
-        return closed
+        return ClosingResult(
+            joined(mean, early),
+            session.closing_exchanges,
+            session.half_exchanges + undone + mixing.undone,
+            session.mass_drift,
+            {peer: before.get(peer) for peer in here},
+        )
+
+    def _behind(self) -> tuple[PeerId, ...]:
+        last = self._run_rounds or 0
+        return tuple(peer for peer, number in self._rounds_of_others().items() if number < last)
+
+    async def _gather(self, wait_seconds: float, cut: asyncio.Event) -> None:
+        """Wait until no peer is behind, or none has arrived for `wait_seconds`; at most twice that time in all."""
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + 2 * wait_seconds
+        until, behind = loop.time() + wait_seconds, set(self._behind())
+        while behind and loop.time() < min(until, limit) and not cut.is_set():
+            await asyncio.sleep(LOOK_SECONDS)
+            now = set(self._behind())
+            if behind - now:
+                until = loop.time() + wait_seconds
+            behind = now
 
     def _set_limit(self, mean: AveragingResult, work: LocalProgress, watch: LapTimer) -> None:
         """Only complete rounds count: a peer that joins at the end of one would have too little time to average in all
@@ -282,3 +338,19 @@ class IndependentOuterLoop(OuterLoop):
         return sorted(
             donors, key=lambda donor: known.get(donor, math.inf)
         )  # donors without a sketch last, the newest state first
+
+
+def joined(mean: AveragingResult, held: Mapping[PeerId, Contribution]) -> AveragingResult:
+    """Merge a mean with `held`, exchanges that other peers began. Neither may include reverted exchanges.
+
+    If `held` is empty, a committed mean without contributions becomes SKIPPED.
+    """
+    if not held:
+        nothing = mean.outcome is Outcome.COMMITTED and not mean.contributions
+        return replace(mean, outcome=Outcome.SKIPPED, weights={}) if nothing else mean
+    whole = dict(mean.contributions)
+    for peer, early in held.items():
+        late = whole.get(peer, early)
+        messages = early.messages if late is early else early.messages + late.messages
+        whole[peer] = Contribution(late.chunks_counted, late.chunks, messages)
+    return replace(mean, outcome=Outcome.COMMITTED, contributions=whole)

@@ -20,7 +20,6 @@ from node.machine.monitor import MachineMonitor, SleepGuard
 from node.membership.handshake import LocalPeer, LocalStage
 from node.membership.membership import Membership
 from node.network.dht import DhtDirectory
-from node.outer.closing import ClosingPhase
 from node.outer.error_feedback import ErrorFeedback, feedback
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
@@ -40,7 +39,7 @@ from node.storage.journal import Journal
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from protocols.aio import Gate, task_group
-from protocols.base import ClosingAverager, Host, Layout, Trainer
+from protocols.base import Host, Layout, Trainer
 from protocols.blobs.parts import LEAST_ROUNDS, PartCache, PartStore
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
@@ -249,9 +248,6 @@ def _outer_loop(
     anchor, rule = worker.anchor(), _outer_rule(run, worker.layout)
     if isinstance(history, LocalHistory):
         averager = load_averager(run.protocol)(host, settings)
-        rounds, closing = membership.rounds, None
-        if isinstance(averager, ClosingAverager):
-            closing = ClosingPhase(averager, run.recipe.rounds, rounds)
         independent = IndependentOuterLoop(
             history,
             averager,
@@ -262,8 +258,8 @@ def _outer_loop(
             checkpoints=checkpoints,
             compare=membership.compare,
             spread_limit=run.spread_limit,
-            closing=closing,
-            rounds_of_others=rounds,
+            run_rounds=run.recipe.rounds,
+            rounds_of_others=membership.rounds,
         )
         is_whole = lambda: not independent.seeks_state  # noqa: E731
         peers = membership.peers

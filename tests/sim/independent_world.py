@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from node.outer.closing import ClosingPhase
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
 from node.outer.outer_loop import OuterLoop
@@ -22,7 +21,6 @@ from node.tasks.base import Step
 from node.tasks.paced import Paced
 from protocols.base import (
     AveragingResult,
-    ClosingAverager,
     Deadline,
     Host,
     IndependentAverager,
@@ -160,9 +158,6 @@ class IndependentWorld(World):
         me, averager, snapshots = host.me, self.averager(host, settings), Snapshots()
         newcomer = averager.me.incarnation > 0
         course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0), lacks_state=newcomer)
-        closing = None
-        if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
-            closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
         outer_loop = IndependentOuterLoop(
             course,
             averager,
@@ -172,7 +167,7 @@ class IndependentWorld(World):
             snapshots=snapshots,
             compare=lambda mine: self._compare(me, mine, host.members.live()),
             spread_limit=SPREAD_LIMIT,
-            closing=closing,
+            run_rounds=self.scenario.rounds if self.CLOSES and not self.endless else None,
             rounds_of_others=lambda: self.rounds(me),
         )
         whole = lambda: not outer_loop.seeks_state  # noqa: E731
