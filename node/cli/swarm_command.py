@@ -169,10 +169,11 @@ class Swarm:
     ) -> None:
         self._directory, self._screen, self._as_json = directory, Screen(as_json), as_json
         self._stages, self._run, self._page, self._founder_options = stages, run, page, founder_options
-        threads = max(1, usable_cores() // peers)
-        self._machine = ("--threads", str(threads), *(("--device", device) if device else ()))
         names = [f"peer-{number}" for number in range(1, peers + 1)]
         given = variables(run, os.environ) if run else {}  # only the founder reads the file itself
+        self._machine = ["--threads", str(max(1, usable_cores() // peers)), *(("--device", device) if device else ())]
+        if not {"NODE_RANKS", "NODE_DEVICES"} & {*os.environ, *given}:  # else the first peer would take all GPUs
+            self._machine += ["--ranks", "1"]
         self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
         self._tally = SwarmSummary(names, stages)
         self._ended: set[str] = set()

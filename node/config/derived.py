@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.config.manifest import Manifest
-from node.config.peer_config import DEFAULT_BANDWIDTH, PeerConfig
+from node.config.peer_config import DEFAULT_BANDWIDTH, MAX_RANKS, PeerConfig
 from node.config.run_config import RunConfig
 from node.config.sizes import megabytes
 from node.config.toml import ConfigError
 from node.machine.rules import MachineRules, WeeklyHours
+from node.ranks.division import RanksError, units
 from node.runtime.metrics import workers_here
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelPins
 from node.tasks.spec import GptValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
@@ -38,6 +39,7 @@ def worker_spec(
     `sample` (file of the run's evaluation sample) and `pins` are None for the founder, which makes them. Raises
     ConfigError if the task needs a model, and this machine's configuration names none.
     """
+    devices = training_devices(run, mine)
     return WorkerSpec(
         values=_hf_values(run.hf, mine, pins) if run.hf else _values(run),
         recipe=run.recipe,
@@ -45,7 +47,10 @@ def worker_spec(
         weights_seed=run.seed,
         data=mine.data,
         held_out=sample,
-        device=mine.device,
+        device=devices[0],
+        devices=devices if len(devices) > 1 else (),
+        shard="zero1" if mine.shard == "auto" else mine.shard,
+        tensor_parallel=mine.tensor_parallel,
         threads=0 if mine.threads == "auto" else mine.threads,
         peers_here=1 + workers_here(),
         precision=mine.precision,
@@ -54,6 +59,65 @@ def worker_spec(
         stage=stage,
         timeout_seconds=mine.worker_timeout_seconds,
     )
+
+
+def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:
+    """The devices that this peer trains on together, as `WorkerSpec` names them: one or several.
+
+    Raises ConfigError for settings of several devices that do not fit each other, this machine or the run.
+    """
+    names = mine.devices
+    if not names and mine.ranks and mine.ranks > 1:
+        names = _first_devices(mine.device, mine.ranks)
+    single = "a run with stages" if run.stages > 1 else "task paced" if run.paced else ""
+    if single and len(names) > 1:
+        which = "--devices" if mine.devices else "--ranks"
+        raise ConfigError(f"{single} trains on one device of each peer, not {len(names)}: leave out {which}", "devices")
+    rows = run.gpt.rows if run.gpt else run.hf.rows if run.hf else None
+    if not names and not single and mine.ranks is None and mine.device == "auto" and not workers_here():
+        free = min(visible_gpus(), run.recipe.batches * (rows or 1) * mine.tensor_parallel, MAX_RANKS)
+        free -= free % mine.tensor_parallel
+        names = tuple(f"cuda:{number}" for number in range(free)) if free > 1 else ()
+    names = names or (mine.device,)
+    for key in ("shard", "tensor_parallel") if len(names) == 1 else ():
+        if mine.origins.get(key, "default") != "default" and getattr(mine, key) not in ("auto", 1):
+            raise ConfigError(
+                f"{mine.origins[key]}: this peer trains on one device: name several by --devices, or leave it out", key
+            )
+    if len(names) % mine.tensor_parallel:
+        raise ConfigError(
+            f"{mine.origins['tensor_parallel']}: {len(names)} devices do not make groups of {mine.tensor_parallel}: "
+            "give a number that divides theirs",
+            "tensor_parallel",
+        )
+    if rows:
+        try:
+            units(run.recipe.batches, rows, 0, len(names) // mine.tensor_parallel)
+        except RanksError as error:
+            raise ConfigError(str(error), "devices") from None
+    return names
+
+
+def visible_gpus() -> int:
+    """GPUs of CUDA. The peer does not use one, and what uses one is forked from a process that was forked earlier."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _first_devices(kind: str, count: int) -> tuple[str, ...]:
+    gpus = visible_gpus() if kind in ("auto", "cuda") else 0
+    if kind == "cpu" or (kind == "auto" and not gpus):
+        return ("cpu",) * count
+    if kind == "mps":
+        raise ConfigError("mps is one device: leave --ranks out, or give --device cpu", "ranks")
+    if gpus < count:
+        raise ConfigError(
+            f"{count} ranks, and this machine has {gpus} GPU{'s' * (gpus != 1)} that this build of torch can use: give "
+            "fewer, name GPUs several times by --devices, or give --device cpu",
+            "ranks",
+        )
+    return tuple(f"cuda:{number}" for number in range(count))
 
 
 def protocol_settings(

@@ -27,6 +27,7 @@ from protocols.wire import MAX_ROSTER
 RUN, MACHINE, PAUSES, OUTPUT = "The run", "This machine", "Pauses", "Output"  # Sections of `join --help`
 DEFAULT_NICE = 10
 DEFAULT_BANDWIDTH = 12.5e6
+MAX_RANKS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,27 @@ def _direct_port(value: object) -> object:
     if value not in ("off", 0, "0") and not is_port:
         raise ValueError(f'{shown(value)} must be "off", 0 for any free port, or a port from {MIN_PORT} to {MAX_PORT}')
     return value
+
+
+def _joined(value: object) -> object:
+    """One list of an option that was given several times, each time perhaps with a list."""
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else value
+
+
+def _devices(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not re.fullmatch(r"cpu|mps|cuda(:\d{1,2})?", name):
+            raise ValueError(f"{name[:40]!r} is not the name of a device: cuda:0, cuda:1 and so on, cpu, or mps")
+    kinds = {name.partition(":")[0] for name in names}
+    if len(kinds) > 1:
+        raise ValueError(f"devices of one peer are all of one kind, not {' and '.join(sorted(kinds))}")
+    if len(names) > 1 and "mps" in kinds:
+        raise ValueError("mps is one device: give it once")
+    if len(names) > 1 and "cuda" in names:
+        raise ValueError("several GPUs need their numbers: cuda:0,cuda:1 and so on")
+    if len(names) > MAX_RANKS:
+        raise ValueError(f"at most {MAX_RANKS} devices, not {len(names)}")
+    return names
 
 
 def _hours(text: str) -> str:
@@ -228,6 +250,28 @@ class PeerConfig:
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = setting(
         "auto", "Where to train.", more="auto is cuda or mps if there is one, else cpu.", metavar="NAME"
+    )
+    devices: Annotated[tuple[str, ...], _split(","), BeforeValidator(_joined), AfterValidator(_devices)] = setting(
+        (),
+        "Train on these devices together: cuda:0,cuda:1 and so on.",
+        more="cpu,cpu are two processes on the CPU; a GPU that is named twice has two processes.",
+        default="all GPUs if --device is auto and this is the machine's only peer, else one device",
+        metavar="NAMES",
+    )
+    ranks: Annotated[int | None, Field(ge=1, le=MAX_RANKS)] = setting(
+        None,
+        "Number of devices to train on together: the first GPUs, or processes on the CPU.",
+        default="as many as --devices",
+        metavar="N",
+    )
+    shard: Literal["auto", "zero1", "zero2", "zero3"] = setting(
+        "auto",
+        "What several devices divide: zero1 the optimiser's state, zero2 also gradients, zero3 also parameters.",
+        more="auto is zero1.",
+        metavar="NAME",
+    )
+    tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
+        1, "Divide each layer among K devices, by the plan of the model.", metavar="K"
     )
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = setting(
         "auto", "Training threads: a number, or auto to measure which is fastest.", metavar="N"

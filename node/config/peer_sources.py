@@ -56,6 +56,17 @@ def load_peer(options: Mapping[str, object], environment: Mapping[str, str], fil
         raise ConfigError(f"{origins['announce']}: {what}: also give --listen /ip4/0.0.0.0/tcp/{port}", "announce")
     if origins["page_port"].startswith("flag ") and not config.page:
         raise ConfigError(f"{origins['page_port']}: no page is served: also give --page, or leave it out", "page_port")
+    names = config.devices
+    if names and config.ranks not in (None, len(names)):
+        raise ConfigError(
+            f"{origins['ranks']}: {config.ranks} ranks, but {origins['devices']} names "
+            f"{len(names)} device{'s' * (len(names) > 1)}: leave one of them out",
+            "ranks",
+        )
+    if names and config.device != "auto" and origins["device"].startswith("flag "):
+        raise ConfigError(
+            f"{origins['device']}: {origins['devices']} names devices, too: leave one of them out", "device"
+        )
     return config
 
 

@@ -35,8 +35,8 @@ def units(batches: int, rows: int | None, rank: int, ranks: int, even: bool = Fa
     if batches * parts < ranks or (rows and parts > rows):
         each = f" of {rows} rows" if rows else ", which cannot be divided"
         raise RanksError(
-            f"{ranks} devices, and a step has {batches} batches{each}: give fewer devices, or found a run with "
-            "a higher recipe.batches"
+            f"{ranks} devices, and a step has {batches} batch{'es' * (batches != 1)}{each}: give fewer devices, or "
+            "found a run with a higher recipe.batches"
         )
     total = batches * parts
     mine = [Unit(at // parts, at % parts, parts) for at in range(rank, total, ranks)]

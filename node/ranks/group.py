@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 from node.runtime import reaper
+from node.runtime.cgroup import stand_back
+from node.runtime.fork_server import set_command_line
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.shared import Shared
 from protocols.base import Vector
@@ -69,13 +71,13 @@ class RankGroup:
             group._pids.append(pid)
         return group
 
-    def meet(self, device: str) -> None:
-        """Create the process group: all ranks call it, after their devices are known."""
+    def meet(self, device: str, shares: bool) -> None:
+        """Create the process group: all ranks call it, after their devices are known. `shares`: some have the same."""
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(
-            backend(device),
+            "gloo" if shares else backend(device),  # NCCL refuses two ranks on one GPU
             init_method=f"file://{self._meeting}/store",
             rank=self.rank,
             world_size=self.size,
@@ -90,6 +92,16 @@ class RankGroup:
         if self._shared is None:
             self._shared = Shared(self._memory, elements)
         return self._shared
+
+    @property
+    def name(self) -> str:
+        return _name(self.rank, self.size)
+
+    def begin(self, nice: int) -> None:
+        """Training begins. Rank 0's niceness is set as any worker's."""
+        self.has_begun = True
+        if self.rank:
+            stand_back(nice, time.sleep)
 
     def allocate(self, elements: int) -> Vector:
         return self.shared(elements).local
@@ -120,7 +132,7 @@ class RankGroup:
         ready = {descriptor for descriptor, _ in poll.poll()}
         at = next(at for at, link in enumerate(self._links) if link.fileno() in ready)
         word, why = self._last_words(at)
-        fail(word, why if word == "refused" else f"rank {at + 1} of {self.size}: {why}")
+        fail(word, why if word == "refused" else f"{_name(at + 1, self.size)}: {why}")
         os._exit(1)
 
     def _last_words(self, at: int) -> tuple[str, str]:
@@ -150,6 +162,10 @@ class RankGroup:
         return [float(each) for each in held.tolist()]
 
 
+def _name(rank: int, size: int) -> str:
+    return f"rank {rank} of {size}"
+
+
 def backend(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if device.startswith("cuda") and dist.is_nccl_available() else "gloo"
 
@@ -163,6 +179,7 @@ def _run_rank(
         reaper.die_with_parent()
         if os.getppid() == parent:
             _close_others({0, 1, 2, group._memory, link.fileno()})
+            set_command_line("python", "-P", "-m", "node.ranks.worker", group.name)
             write_where_it_stands()
             try:
                 run(group, link.makefile("rb"))

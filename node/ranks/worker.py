@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from node.ranks.group import RankGroup, carry_out
 from node.ranks.zero import ZeroLearner
 from node.runtime import tensors
+from node.runtime.notes import note
 from node.tasks.base import Step
 from node.tasks.spec import WorkerSpec
 from node.training import worker
@@ -37,7 +38,7 @@ class Rank:
     def __init__(self, spec: WorkerSpec, group: RankGroup) -> None:
         self._spec, self._group = spec, group
         self._device = device_of(spec.devices[group.rank])
-        group.meet(self._device)
+        group.meet(self._device, shares=len({*spec.devices}) < len(spec.devices))
 
     def command(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self if hasattr(Rank, name) else self.learner, name)
@@ -57,7 +58,7 @@ class Rank:
         if self.learner.loss_scale and self._group.rank:  # rank 0's is that of the peer
             known = self._group.shared(sum(mine.sizes())).loss_scale
             self.learner.loss_scale.share(known.clone())
-        self._group.has_begun = True
+        self._group.begin(self._spec.nice)
 
     def generate(self, prompt: str, tokens: int, temperature: float, seed: int) -> bytes:
         assert self.job.generate
@@ -156,6 +157,8 @@ class RankedWorker(Worker):
         group.tell_all("build", resume=True)
         learner = GroupLearner(group, own)
         learner.everywhere("begin", layout=own.learner.layout.fragments)
+        if not resume:
+            note(f"{spec.ranks} ranks train together ({spec.shard}), on {_listed(spec.devices)}")
         job = replace(own.job, learner=learner, generate=learner.generate if own.job.generate else None)
         return cls(job, shared, spec, tell)
 
@@ -201,10 +204,21 @@ class RankedWorker(Worker):
         self._learner.everywhere("read_moments", path=str(path), scale=LOSS_SCALE in names)
 
 
+def _listed(devices: Sequence[str]) -> str:
+    if devices[0] == "cpu":
+        return "the CPU"
+    shares = len({*devices}) < len(devices)
+    return ", ".join(devices) + ("; those on one GPU share its memory and its time" if shares else "")
+
+
 def _be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO) -> None:
     rank = Rank(spec, group)
     carry_out(lines, rank.command, harmless=frozenset({"evaluate", "generate"}))
 
 
+def main(arguments: list[str]) -> int:
+    return worker.main(arguments, RankedWorker)
+
+
 if __name__ == "__main__":
-    sys.exit(worker.main(sys.argv[1:], RankedWorker))
+    sys.exit(main(sys.argv[1:]))

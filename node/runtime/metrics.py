@@ -105,6 +105,14 @@ def _memory_bytes(pid: int) -> tuple[int, int]:
     return 1024 * int(kilobytes.get("VmRSS", 0)), 1024 * int(kilobytes.get("RssShmem", 0))
 
 
+def with_children(pid: int) -> list[int]:
+    """This process, and those that its main thread has forked: the ranks of a worker. Without them except on Linux."""
+    try:
+        return [pid, *map(int, (_PROC / str(pid) / "task" / str(pid) / "children").read_text().split())]
+    except OSError:
+        return [pid]
+
+
 class CpuMeter:
     def __init__(self) -> None:
         self._before: dict[int, float] = {}
@@ -128,7 +136,7 @@ def _cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-_WORKERS = ("node.training.worker", "node.training.stage_worker")
+_WORKERS = ("node.training.worker", "node.training.stage_worker", "node.ranks.worker")
 
 
 def workers_here() -> int:

@@ -16,7 +16,7 @@ from node.outer.outer_loop import OuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import RoundReport, Totals
 from node.reporting.status import PeerStatus, Status, printable, short
-from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals
+from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals, with_children
 from node.session.pausing import PauseController
 from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager
@@ -112,8 +112,10 @@ class StatusTracker:
         return shareable(found) or found
 
     def pids(self) -> Sequence[int]:
-        children = (self._worker.pid, self.transport.daemon_pid) if self._in_session and self.transport else ()
-        return (os.getpid(), *(each for each in children if each))
+        if not self._in_session or not self.transport:
+            return (os.getpid(),)
+        worker, daemon = self._worker.pid, self.transport.daemon_pid
+        return (os.getpid(), *(with_children(worker) if worker else ()), *((daemon,) if daemon else ()))
 
     def vitals(self) -> Vitals:
         """Take the event loop's lag since the last call, and measure the peer's processes."""

@@ -30,29 +30,36 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Usage:
     processor_seconds: float  # on a core, or ready to run while no core was free
     io_bytes: int  # read and written
-    stopped: bool = False  # the process itself, by a signal or a debugger
+    stopped: str = ""  # which process a signal or a debugger has stopped: the worker, or a rank that it has forked
 
 
 def usage(pid: int, proc: Path = _PROC) -> Usage | None:
     """None if the kernel does not say, or if there is no such process."""
     try:
-        state, _ = _stat(proc / str(pid))
+        program = _command_line(proc / str(pid))[1:4]
     except (OSError, ValueError, IndexError):
         return None
-    seconds, size, waiting, seen = 0.0, 0, [pid], set[int]()
+    stopped, seconds, size, waiting, seen = "", 0.0, 0, [pid], set[int]()
     while waiting:
         if (each := waiting.pop()) in seen:
             continue
         seen.add(each)
         process = proc / str(each)
         with suppress(OSError, ValueError, IndexError):
-            seconds += _stat(process)[1]
+            state, used = _stat(process)
+            seconds += used
+            if state in "Tt" and not stopped and (line := _command_line(process))[1:4] == program:
+                stopped = "the worker" if each == pid else " ".join(line[4:])
             size += _io_bytes(process)
             for thread in (process / "task").iterdir():
                 with suppress(OSError, ValueError, IndexError):  # not all kernels have these two
                     seconds += int((thread / "schedstat").read_text().split()[1]) / 1e9
                     waiting += map(int, (thread / "children").read_text().split())
-    return Usage(seconds, size, state in "Tt")
+    return Usage(seconds, size, stopped)
+
+
+def _command_line(process: Path) -> list[str]:
+    return (process / "cmdline").read_text(errors="replace").rstrip("\0").replace("\0", " ").split(" ")
 
 
 def _stat(process: Path) -> tuple[str, float]:
@@ -81,7 +88,7 @@ class Watchdog:
         self._began = self._worked = self._looked = now
         self._steps: int | None = None
         self._usage: Usage | None = None
-        self._stopped: float | None = None
+        self._stopped: float | None = None  # since when
 
     def look(self, now: float, steps: int, usage: Usage | None) -> str:
         """Why the worker hangs; empty while it works. `steps` changes with each sign of progress; `usage` may be
@@ -116,7 +123,8 @@ class Watchdog:
     def _verdict(self, now: float) -> str:
         limit_seconds, what = self._timeout_seconds, self._command
         if self._stopped is not None and now - self._stopped >= STOPPED_SECONDS:
-            return f"the worker was stopped (by SIGSTOP or a debugger) in {what}"
+            which = self._usage.stopped if self._usage else ""
+            return f"{which} was stopped (by SIGSTOP or a debugger) in {what}"
         if now - self._worked >= limit_seconds:
             return (
                 f"the worker hangs in {what}: for {limit_seconds:g} s it finished nothing, used no processor time and "

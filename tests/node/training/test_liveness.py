@@ -36,8 +36,15 @@ def hangs_after(look: Callable[[float], tuple[int, Usage | None]], seconds: floa
         pytest.param(lambda now: (0, Usage(5e-4 * now, 0)), 602.5, "for 600 s it finished nothing", id="a deadlock"),
         pytest.param(lambda now: (0, Usage(now, 0)), 6002.5, "it computed for 6000 s", id="an endless loop"),
         pytest.param(lambda now: (0, None), 6002.5, "it computed for 6000 s", id="an endless loop, unseen"),
-        pytest.param(lambda now: (0, Usage(0, 0, now > 60)), 67.5, "was stopped (by SIGSTOP", id="a stopped process"),
-        pytest.param(lambda now: (0, Usage(0.5 * now, 0, now % 5 > 2)), 5400, "", id="stopped for moments"),
+        pytest.param(
+            lambda now: (0, Usage(0, 0, "rank 1 of 2" * (now > 60))),
+            67.5,
+            "rank 1 of 2 was stopped (by SIGSTOP",
+            id="a stopped process",
+        ),
+        pytest.param(
+            lambda now: (0, Usage(0.5 * now, 0, "the worker" * (now % 5 > 2))), 5400, "", id="stopped for moments"
+        ),
     ],
 )
 def test_hang_is_told_from_slow_work(
@@ -112,7 +119,7 @@ def _seconds(pid: int) -> float:
 
 def _stopped(pid: int) -> bool:
     found = usage(pid)
-    return found is not None and found.stopped
+    return found is not None and found.stopped == "the worker"
 
 
 def _until(condition: Callable[[], bool]) -> None:
