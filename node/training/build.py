@@ -60,6 +60,8 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner 
         paced = Paced(values.elements, spec.stream_seed, values.tokens_per_step, allocate, resume)
         return Job(paced, values.step_seconds)
     device, data = device_of(spec.device), spec.given_data(resume)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # or what names no device would also take memory of the first
     replaces = resume  # another worker, which has said what there is to say
     if not replaces:
         _tell_slow(spec.precision, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,18 @@ def test_case_that_fails_leaves_the_others(
     def spec_of(case: gpu.Case, device: str, home: Path) -> Any:
         if case.hf:
             raise Failed("there is no such model")
+        if case.compile:
+            raise KeyError("what nobody expected")
         return usual(case, device, home)
 
     monkeypatch.setattr(gpu, "spec_of", spec_of)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cases = {"fails": SMOKE["hf-150m"], "works": SMOKE["gpt-1b"]}
+    breaks = replace(SMOKE["gpt-1b"], compile=True)
+    cases = {"fails": SMOKE["hf-150m"], "breaks": breaks, "works": SMOKE["gpt-1b"]}
     assert not asyncio.run(Benchmark(cases, "cpu", file).run())
     found = json.loads(file.read_text())
     assert found["cases"]["fails"]["failed"] == "there is no such model"
+    assert found["cases"]["breaks"]["failed"] == "KeyError: 'what nobody expected'"
     assert found["two_ranks_on_one_gpu_over_gloo"] is None
     works = found["cases"]["works"]
     assert works["loss"]["worker"] == pytest.approx(works["loss"]["bare"], rel=1e-3), "the same model and batches"

@@ -294,6 +294,17 @@ def test_bfloat16_is_used_where_it_pays(text: Path) -> None:
         assert learner.vector.dtype == torch.float32
 
 
+def test_gpu_with_a_number_becomes_the_present_one(
+    memory: int, spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(device: str) -> None:
+        raise ValueError(f"{device} is chosen")
+
+    monkeypatch.setattr("node.training.build.device_of", lambda name: "cuda:1")
+    monkeypatch.setattr(torch.cuda, "set_device", chosen)
+    assert serve(memory, spec) == [{"refused": "cuda:1 is chosen"}]
+
+
 def test_gpu_with_bfloat16_uses_it_for_wide_models(monkeypatch: pytest.MonkeyPatch) -> None:
     for supported, expected in ((True, torch.bfloat16), (False, None)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, it=supported: it)
