@@ -7,6 +7,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import structlog
@@ -116,7 +117,7 @@ def set_up(level: str, write: Callable[[str], object], human: bool) -> None:
     if human:
         plain = structlog.dev.plain_traceback
         renderer = structlog.dev.ConsoleRenderer(colors=True, pad_event_to=0, exception_formatter=plain)
-    handler = logging.StreamHandler(_Lines(write))
+    handler = logging.StreamHandler(SimpleNamespace(write=write))
     handler.terminator = ""
     handler.setFormatter(
         _Formatter(
@@ -154,16 +155,3 @@ class _Formatter(structlog.stdlib.ProcessorFormatter):
         if getattr(record, "plain", False):
             return printable(record.getMessage(), MAX_EVENT)
         return super().format(record)
-
-
-class _Lines:
-    """A stream for `logging` that passes each line to a function."""
-
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
-
-    def write(self, text: str) -> None:
-        self._write(text)
-
-    def flush(self) -> None:
-        pass
