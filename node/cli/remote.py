@@ -38,11 +38,6 @@ class CommandError(typer.TyperException):
 
     exit_code = 2
 
-    def __init__(self, why: str, exit_code: int | None = None) -> None:
-        super().__init__(why)
-        if exit_code is not None:
-            self.exit_code = exit_code
-
 
 class PeerUnreachable(CommandError):
     """No peer answers, or there is nothing to read."""
