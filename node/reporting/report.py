@@ -7,10 +7,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-if TYPE_CHECKING:  # it loads PyTorch
-    from protocols.base import LocalProgress
+from protocols.base import LocalProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from node.network.address_scope import Scope, scope
+from node.reporting.report import RoundReport
 from node.tasks.name import HUGGING_FACE, is_own
 from protocols.base import SyncStatus
-
-if TYPE_CHECKING:
-    from node.reporting.report import RoundReport
 
 MAX_WORD = 512  # Most characters of a text that are shown; the rest is cut off
 MAX_NAME = 16  # Most characters of a nickname that are shown

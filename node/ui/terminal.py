@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from node.reporting.report import RoundReport
 from node.reporting.status import (
     MAX_NAME,
     PeerStatus,
@@ -26,9 +26,6 @@ from node.reporting.status import (
     who_joins,
 )
 from node.ui.screen import Screen
-
-if TYPE_CHECKING:  # it would load PyTorch, for which `status` does not wait
-    from node.reporting.report import RoundReport
 
 MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
