@@ -1,7 +1,7 @@
 """The commands `join` and `swarm`, and the program's entry point.
 
-Each command imports its modules when it runs, so that `--help` and `status` do not wait for PyTorch. A command that
-cannot be carried out prints one line to stderr.
+Each command imports heavy modules when it runs: `--help` and `status` do not wait for PyTorch. A command that cannot be
+carried out prints one line to stderr.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,16 +23,18 @@ from node.cli import local, options, remote
 from node.cli.remote import CommandError
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
 from node.config.peer_sources import apply_saved, load_peer
+from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError, plain
 from node.reporting.status import printable
+from node.runtime.locks import LocksUnsupported
 from node.session.fatal import FatalPeerError
 from node.session.shutdown import exit_on_signal, run_peer
+from node.storage.statedir import holds_run, is_over
 from node.tasks.hf.settings import ModelError
 from node.tasks.name import HUGGING_FACE, is_own
+from node.ui.control import claimed
 from node.ui.encoding import prepare_streams
-
-if TYPE_CHECKING:
-    from node.config.run_config import RunConfig
+from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 """Errors of a full disk under stdout, and of a terminal that was closed."""
@@ -163,9 +165,6 @@ def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
-    from node.runtime.locks import LocksUnsupported
-    from node.ui.control import claimed
-
     with ExitStack() as stack:
         try:
             directory = stack.enter_context(claimed(state_dir))
@@ -190,8 +189,6 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
     `of_run` are options that describe a run to start: a joiner cannot set them. A run that is given together with a
     directory that holds one has to be the same run.
     """
-    from node.storage.statedir import holds_run, is_over
-
     given = " and ".join(f"--{name}" for name in of_run)
     if config.bootstrap:
         task = of_run.get("task", "")
@@ -215,9 +212,6 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
 
 
 def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
-    from node.config.run_config import load_run
-    from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
-
     overrides = {name: of_run.get(name) for name in ("task", "protocol", "stages")} | {
         "recipe.rounds": rounds,
         "recipe.inner_optimizer": of_run.get("inner"),

@@ -20,6 +20,7 @@ from node.cli import options
 from node.cli.remote import CommandError, PeerUnreachable, fetch
 from node.reporting.status import to_json
 from node.tasks.hf.settings import HfSettings, ModelError
+from node.ui.control import home
 
 if TYPE_CHECKING:
     from node.export.trained_model import TrainedModel
@@ -214,7 +215,6 @@ def _state_dirs() -> list[Path]:
     The environment names one: typer would split the value of a repeatable option at spaces, which a path may contain.
     """
     from node.export.trained_model import is_one_staged_run
-    from node.ui.control import home
 
     if given := os.environ.get("NODE_STATE_DIR"):
         return [options.path(given)]

@@ -19,9 +19,11 @@ from node.config.multiaddrs import FILE_SIGN
 from node.config.peer_config import SETTABLE, SETTINGS
 from node.config.peer_sources import load_peer
 from node.config.sizes import in_unit
+from node.page.keys import last_port, read_link
 from node.reporting.status import Status, join_command, parse, printable, to_json, who_joins
 from node.session.fatal import FatalPeerError
 from node.tasks.hf.settings import ModelError
+from node.ui.control import ControlUnavailable, ask, home, running
 
 ASK_SECONDS = 5.0
 MAX_ADDRESSES = 64  # Addresses in one command: all of them are asked at the same time
@@ -174,8 +176,6 @@ def _time_of_day(text: str, now: datetime) -> datetime:
 
 
 async def _page(state_dir: Path | None) -> str:
-    from node.page.keys import last_port, read_link
-
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     directory = state_dir or await _only_running(deadline)
     await _ask(directory, "status")
@@ -189,8 +189,6 @@ async def _page(state_dir: Path | None) -> str:
 
 
 async def _ask(state_dir: Path | None, what: str, **values: object) -> dict[str, Any]:
-    from node.ui.control import ControlUnavailable, ask
-
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     try:
         return await ask(state_dir or await _only_running(deadline), what, deadline, **values)
@@ -199,8 +197,6 @@ async def _ask(state_dir: Path | None, what: str, **values: object) -> dict[str,
 
 
 async def _only_running(deadline: float) -> Path:
-    from node.ui.control import home, running
-
     found = await running(home(), deadline)
     if not found:
         raise PeerUnreachable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")

@@ -9,14 +9,16 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from node.config.peer_config import PeerConfig
+from node.config.run_config import RunConfig
+from node.config.toml import ConfigError
+from node.joining.addresses_file import require_usable
 from node.runtime.cgroup import bounded_spin
-
-if TYPE_CHECKING:
-    from node.config.peer_config import PeerConfig
-    from node.config.run_config import RunConfig
-    from node.storage.statedir import StateDir
+from node.runtime.identity import IdentityError
+from node.session.fatal import FatalPeerError
+from node.storage.statedir import StateDir, StateError
 
 ROUND_SECONDS = 8.5
 CLEAN_UP_SECONDS = 1.5
@@ -63,12 +65,6 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
 
 
 def _state_dir(config: PeerConfig) -> StateDir:
-    from node.config.toml import ConfigError
-    from node.joining.addresses_file import require_usable
-    from node.runtime.identity import IdentityError
-    from node.session.fatal import FatalPeerError
-    from node.storage.statedir import StateDir, StateError
-
     assert config.state_dir is not None
     try:
         require_usable(config)
