@@ -9,9 +9,9 @@ from collections import deque
 class Trace:
     """A hash of all events, and the last of them as lines."""
 
-    def __init__(self, keep: int = 400) -> None:
+    def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self.lines: deque[str] = deque(maxlen=keep)
+        self.lines: deque[str] = deque(maxlen=400)
 
     def __call__(self, time: float, what: str) -> None:
         line = f"{time:.6f} {what}"

@@ -58,14 +58,14 @@ def saved_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def write_model(folder: Path, kind: str = "qwen3", seed: int = 0, template: str | None = CHAT) -> Path:
+def write_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
     """Write a model with random weights and its tokenizer."""
     import transformers
 
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(shape(kind))
     model.save_pretrained(folder)
-    write_tokenizer(folder, template)
+    write_tokenizer(folder)
     return folder
 
 

@@ -84,14 +84,12 @@ class ButterflyGroup:
         self,
         peer: PeerId,
         vector: Vector,
-        tokens: int = 10,
         seconds: float = 100.0,
-        complete: bool = True,
         meanwhile: Callable[[Round], Coroutine[Any, Any, None]] | None = None,
     ) -> Outcome:
         """Enter the round and average; `meanwhile` is called when it is entered."""
         into = torch.full_like(vector, STALE)
-        work = LocalProgress(tokens, 0.0, 1.0, norm([vector]) if tokens else 0.0, complete=complete)
+        work = LocalProgress(10, 0.0, 1.0, norm([vector]), complete=True)
         deadline = asyncio.get_running_loop().time() + seconds
         async with self.averagers[peer].enter(self.head, deadline) as session, asyncio.TaskGroup() as group:
             if meanwhile:
