@@ -275,7 +275,3 @@ def simulate(make: Maker, peers: int, failure: float, rounds: int, seed: int, el
 
 def _variance(values: torch.Tensor) -> float:
     return float(values.var(0, correction=0).mean())
-
-
-def mean_rounds(trials: Sequence[Trial], bound: float) -> float:
-    return sum(trial.rounds_to(bound) for trial in trials) / len(trials)

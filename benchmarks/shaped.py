@@ -38,7 +38,6 @@ from tests.faults.network import Namespaces, Place, why_not
 from tests.sim.arguments import Parser, at_least_one
 
 MEGABIT = 1_000_000
-FILLED_SECONDS = 60.0
 START_SECONDS = 20.0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import socket
 import sys
@@ -22,8 +21,6 @@ from node.training.liveness import Watchdog, usage
 from node.training.shared import Shared
 from node.training.worker import MAX_LINE_BYTES
 from protocols.base import Layout
-
-log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.5
 """Time between two looks whether a worker that does not answer still works."""

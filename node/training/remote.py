@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable
@@ -32,8 +31,6 @@ from node.training.shared import Shared
 from node.training.worker_supervisor import WorkerSupervisor, mending_seconds
 from protocols.aio import Notifier, run_with_helper
 from protocols.base import Compute, Layout, LocalProgress, RoundKey, Vector
-
-log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10

@@ -30,7 +30,6 @@ RECORD = Record(
 )
 
 BOUNDS = (0, 10, 10, 25)
-CHUNK = 4
 PARTS = (
     PartDigest(b"1" * 32, (ChunkSpan(2, 0b011), ChunkSpan(1, 0b001))),  # [0, 4) [4, 8) [8, 10)
     PartDigest(b"2" * 32, ()),
