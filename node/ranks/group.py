@@ -5,8 +5,8 @@ back through collectives of torch.distributed. A rank that fails writes one line
 too, and the peer starts another worker. Between commands a rank waits for its socket and not in a collective, which
 would time out.
 
-gloo and NCCL authenticate nobody: the ranks meet in a file in a directory of their own, and gloo listens on the
-loopback interface only.
+gloo and NCCL authenticate nobody: the ranks meet in a file that only they can open, and gloo listens on the loopback
+interface only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -60,7 +60,7 @@ class RankGroup:
         for name in _LAUNCHER:
             os.environ.pop(name, None)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
-        meeting = Path(tempfile.mkdtemp(prefix="starling-ranks-"))
+        meeting = _meeting_place()
         group, parent = cls(0, size, memory, meeting), os.getpid()
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
@@ -78,14 +78,12 @@ class RankGroup:
             torch.cuda.set_device(self.device)
         dist.init_process_group(
             "gloo" if shares else backend(device),  # NCCL refuses two ranks on one GPU
-            init_method=f"file://{self._meeting}/store",
+            init_method=f"file://{self._meeting}",
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
         dist.barrier()
-        if self.rank == 0:
-            shutil.rmtree(self._meeting, ignore_errors=True)
 
     def shared(self, elements: int) -> Shared:
         """The vectors that all ranks share with the peer."""
@@ -170,6 +168,13 @@ def backend(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if device.startswith("cuda") and dist.is_nccl_available() else "gloo"
 
 
+def _meeting_place() -> Path:
+    """A file through which the ranks find each other: on Linux in memory, where nothing is left of it afterwards."""
+    if sys.platform == "linux":
+        return Path(f"/proc/self/fd/{os.memfd_create('starling-ranks')}")
+    return Path(tempfile.mkdtemp(prefix="starling-ranks-"), "store")
+
+
 def _run_rank(
     group: RankGroup, link: socket.socket, parent: int, run: Callable[[RankGroup, BinaryIO], None]
 ) -> NoReturn:
@@ -178,7 +183,8 @@ def _run_rank(
     try:
         reaper.die_with_parent()
         if os.getppid() == parent:
-            _close_others({0, 1, 2, group._memory, link.fileno()})
+            meeting = {int(group._meeting.name)} if group._meeting.name.isdigit() else set()
+            _close_others({0, 1, 2, group._memory, link.fileno()} | meeting)
             set_command_line("python", "-P", "-m", "node.ranks.worker", group.name)
             write_where_it_stands()
             try:

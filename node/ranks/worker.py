@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 
 import torch
 
@@ -24,12 +24,17 @@ from node.runtime.notes import note
 from node.tasks.base import Step
 from node.tasks.spec import WorkerSpec
 from node.training import worker
-from node.training.build import Job, build, device_of
+from node.training.build import Job, MakeLearner, build, device_of
 from node.training.inner_optimizer import LOSS_SCALE, moment_entries
 from node.training.shared import Shared
 from node.training.trainer import LocalTraining
 from node.training.worker import STATE_ABOUT, CommandRejected, Worker
 from protocols.base import Layout, Vector
+
+if TYPE_CHECKING:
+    from node.ranks.dtensors import ShardedLearner
+
+RankLearner: TypeAlias = "ZeroLearner | ShardedLearner"
 
 
 class Rank:
@@ -39,6 +44,13 @@ class Rank:
         self._spec, self._group = spec, group
         self._device = device_of(spec.devices[group.rank])
         group.meet(self._device, shares=len({*spec.devices}) < len(spec.devices))
+        if spec.shard == "zero3" or spec.tensor_parallel > 1:
+            from node.ranks.dtensors import ShardedLearner, make_mesh  # FSDP takes seconds to import
+
+            mesh = make_mesh(group, spec.tensor_parallel)
+            self._make: MakeLearner = partial(ShardedLearner, group=group, mesh=mesh, offload=False)
+        else:
+            self._make = partial(ZeroLearner, group=group, keeps_gradients=spec.shard == "zero1")
 
     def command(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self if hasattr(Rank, name) else self.learner, name)
@@ -46,9 +58,8 @@ class Rank:
 
     def build(self, resume: bool) -> None:
         spec = replace(self._spec, device=self._device)
-        make = partial(ZeroLearner, group=self._group, keeps_gradients=spec.shard == "zero1")
-        self.job = build(spec, self._group.allocate, resume, make)
-        self.learner: ZeroLearner = self.job.learner  # type: ignore[assignment]
+        self.job = build(spec, self._group.allocate, resume, self._make)
+        self.learner: RankLearner = self.job.learner  # type: ignore[assignment]
 
     def begin(self, layout: list[list[tuple[str, list[int]]]]) -> None:
         mine = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in layout))

@@ -54,10 +54,14 @@ class Muon(torch.optim.Optimizer):
         for batch in _batches(group["params"]):
             directions = torch.stack([self._direction(each) for each in batch])
             found = orthogonalized(directions, fast_dtype(directions.device))
-            length = group["lr"] * _RMS_OF_ADAMW * max(directions.shape[1:]) ** 0.5
+            length = self.length(group["lr"], directions.shape[1:])
             for parameter, direction in zip(batch, found, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(direction, alpha=-length)
+
+    @staticmethod
+    def length(rate: float, shape: Sequence[int]) -> float:
+        return float(rate * _RMS_OF_ADAMW * max(shape) ** 0.5)
 
     def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The gradient, looked at through the momentum that it has been added to."""
