@@ -9,6 +9,7 @@ Sources: Zhao et al. 2023 (FSDP); Shoeybi et al. 2019 (Megatron-LM), section 3; 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,7 +119,10 @@ class ShardedLearner(StepLearner):
         if not resume:
             _write(parameters, shared.local)
         owners = [*_owners(task.module, parameters)]
-        summed = divide(task, parameters, mesh, offload)
+        computes = _keep_in_float32(parameters)
+        summed = divide(task, mesh, computes, offload)
+        if mesh[DATA].size() == 1:
+            autocast = autocast or computes
         super().__init__(task, recipe, seed=seed, device=group.device.type, autocast=autocast)
         self.position = 0
         now = [part._parameters[key] for part, key in owners]
@@ -128,6 +132,7 @@ class ShardedLearner(StepLearner):
     def begin(self) -> None:
         for buffer in self._task.module.buffers():
             dist.broadcast(buffer.detach(), 0)
+        torch.manual_seed(self._seed + self._mesh[DATA].get_local_rank())  # of dropout
 
     def step_at(self, position: int, round_number: int, step: int) -> Step:
         self.position = position
@@ -199,15 +204,25 @@ class ShardedLearner(StepLearner):
         del self._aside
 
 
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns of what Muon needs
+
+
 def make_mesh(group: RankGroup, tensor_parallel: int) -> DeviceMesh:
     """All ranks call it together."""
     shape = (group.size // tensor_parallel, tensor_parallel)
     return init_device_mesh(group.device.type, shape, mesh_dim_names=(DATA, TENSOR))
 
 
-def divide(
-    task: Task, parameters: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh, offload: bool
-) -> list[nn.Module]:
+def _keep_in_float32(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype | None:
+    """What is trained is kept in float32. Returns the dtype in which a step computes with it, if that is another."""
+    found = None
+    for _, parameter in parameters:
+        if parameter.dtype != torch.float32:
+            found, parameter.data = parameter.dtype, parameter.data.float()
+    return found
+
+
+def divide(task: Task, mesh: DeviceMesh, computes: torch.dtype | None, offload: bool) -> list[nn.Module]:
     """Divide the module's parameters. Returns the modules whose gradients are to be summed over the tensor ranks."""
     module, summed = task.module, list[nn.Module]()
     if mesh[TENSOR].size() > 1:
@@ -216,16 +231,9 @@ def divide(
     if mesh[DATA].size() == 1:
         module.to(mesh.device_type)
         return summed
-    reduced = {parameter.dtype for _, parameter in parameters} - {torch.float32}
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None and parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.data = parameter.data.float()
     policies: dict[str, Any] = {
         "mesh": mesh[DATA],
-        "mp_policy": MixedPrecisionPolicy(param_dtype=reduced.pop(), reduce_dtype=torch.float32)
-        if reduced
-        else MixedPrecisionPolicy(),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32 if computes else None),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
     }
     for block in repeated_blocks(module):

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from node.runtime import reaper
 from node.runtime.cgroup import stand_back
 from node.runtime.fork_server import set_command_line
+from node.runtime.notes import be_quiet
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.shared import Shared
 from protocols.base import Vector
@@ -187,6 +188,7 @@ def _run_rank(
             _close_others({0, 1, 2, group._memory, link.fileno()} | meeting)
             set_command_line("python", "-P", "-m", "node.ranks.worker", group.name)
             write_where_it_stands()
+            be_quiet()
             try:
                 run(group, link.makefile("rb"))
                 code = 0

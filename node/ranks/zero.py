@@ -75,6 +75,7 @@ class ZeroLearner(TaskLearner):
             others += [each for each in module.parameters() if not each.requires_grad]
         for tensor in others:
             dist.broadcast(tensor.detach(), 0)
+        torch.manual_seed(self._seed + self._group.rank)  # of dropout
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

@@ -8,15 +8,24 @@ import sys
 log = logging.getLogger(__name__)
 
 _NOTE, _WARNING = "note: ", "warning: "
+_is_quiet = False
 PLAIN = {"plain": True}  # `extra` of a log record that is shown as a line of text, without time and level
 
 
+def be_quiet() -> None:
+    """From now on: this process does the same as another one, which says it."""
+    global _is_quiet
+    _is_quiet = True
+
+
 def note(line: str) -> None:
-    print(f"{_NOTE}{line}", file=sys.stderr, flush=True)
+    if not _is_quiet:
+        print(f"{_NOTE}{line}", file=sys.stderr, flush=True)
 
 
 def warn(line: str) -> None:
-    print(f"{_WARNING}{line}", file=sys.stderr, flush=True)
+    if not _is_quiet:
+        print(f"{_WARNING}{line}", file=sys.stderr, flush=True)
 
 
 def relay(name: str, line: str) -> None:

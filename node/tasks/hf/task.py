@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -55,11 +55,25 @@ class HfTask:
         self.held_out, self.pins = held_out, loaded.pins
         self._tokenizer, self._settings, self.rows = loaded.tokenizer, settings, settings.rows
         self._rows, self._evaluated, self._prompt = rows, evaluated, prompt
-        self._device = next(self.module.parameters()).device
+        self.device = next(self.module.parameters()).device
         self._call: Any = torch.compile(self.module) if is_compiled else self.module  # in training
 
     def trained(self) -> Iterable[tuple[str, nn.Parameter]]:
         return unfrozen(self.module)
+
+    def tensor_parallel_plan(self, ranks: int) -> Mapping[str, str]:
+        """The model's own plan, by its names in the module; ValueError if it has none, or cannot be divided so."""
+        if self._settings.train == "lora":
+            raise ModelError("adapters cannot be divided by tensor parallel: leave out --tensor-parallel")
+        module: Any = self.module
+        config = module.config
+        plan = getattr(config, "base_model_tp_plan", None)
+        if not plan:
+            raise ModelError(f"the model {config.model_type} has no plan for tensor parallel: --shard zero3 divides it")
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if (count := getattr(config, name, ranks)) % ranks:
+                raise ModelError(f"{count} {name[4:].replace('_', ' ')} cannot be divided among {ranks} ranks")
+        return {f"{module.base_model_prefix}.{name}": how for name, how in plan.items()}
 
     def batch(self, seed: int, position: int) -> Batch:
         return self._rows.batch(seed, position, self._settings.rows)
@@ -72,7 +86,7 @@ class HfTask:
         return int((batch[-1] != MASKED).sum())
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        return loss_of(self._call if self.module.training else self.module, batch, self._device)
+        return loss_of(self._call if self.module.training else self.module, batch, self.device)
 
     def evaluate(self) -> float:
         """Mean loss over the targets of the held-out rows; nan if there are none."""
