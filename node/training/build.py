@@ -145,7 +145,7 @@ def device_of(name: str) -> str:
 
 def _tell_slow(precision: str, device: str) -> None:
     if precision == "float16" and device == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        warn("this processor does not compute in float16: steps take 5 to 15 times as long as with --precision auto")
+        warn("this processor does not compute in float16: steps take several times as long as with --precision auto")
 
 
 def _autocast(precision: str, device: str, width: int) -> torch.dtype | None:

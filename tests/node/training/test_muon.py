@@ -47,7 +47,9 @@ def test_iterations_make_matrices_nearly_orthogonal(shape: tuple[int, ...], dtyp
     assert torch.equal(orthogonalized(torch.zeros(shape), dtype), torch.zeros(shape, dtype=dtype))
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [("AVX512", torch.bfloat16), ("AVX2", torch.float32)])
-def test_slow_cpus_iterate_in_float32(capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert fast_dtype(torch.device("cpu")) == dtype and fast_dtype(torch.device("cuda")) == torch.bfloat16
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_devices_that_are_slow_in_bfloat16_iterate_in_float32(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if is_fast else "AVX2")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_fast)
+    for name in ("cpu", "cuda"):
+        assert fast_dtype(torch.device(name)) == (torch.bfloat16 if is_fast else torch.float32)
