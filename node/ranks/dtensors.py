@@ -98,7 +98,7 @@ class ShardedLearner(StepLearner):
         seed: int,
         group: RankGroup,
         mesh: DeviceMesh,
-        offload: bool,
+        offload: str,
         resume: bool,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -116,18 +116,26 @@ class ShardedLearner(StepLearner):
         self.layout = layout_of(parameters)
         require_matrices(self.layout, recipe)
         shared = group.shared(sum(self.layout.sizes()))
-        if not resume:
+        if group.founds:
             _write(parameters, shared.local)
         owners = [*_owners(task.module, parameters)]
         computes = _keep_in_float32(parameters)
-        summed = divide(task, mesh, computes, offload)
+        summed = divide(task, mesh, computes, offload == "parameters")
         if mesh[DATA].size() == 1:
             autocast = autocast or computes
         super().__init__(task, recipe, seed=seed, device=group.device.type, autocast=autocast)
         self.position = 0
         now = [part._parameters[key] for part, key in owners]
         self._pieces = [*_pieces(self.layout, now, mesh, {id(part) for part in summed}, owners)]
-        self._optimizer = ShardOptimizer(self._pieces, self.layout, recipe, group, mesh, self.loss_scale)
+        self._optimizer = ShardOptimizer(
+            self._pieces,
+            self.layout,
+            recipe=recipe,
+            group=group,
+            mesh=mesh,
+            loss_scale=self.loss_scale,
+            offload=offload == "optimizer",
+        )
 
     def begin(self) -> None:
         for buffer in self._task.module.buffers():
@@ -332,16 +340,23 @@ class ShardOptimizer(InnerOptimizer):
         self,
         pieces: Sequence[Piece],
         layout: Layout,
+        *,
         recipe: Recipe,
         group: RankGroup,
         mesh: DeviceMesh,
         loss_scale: LossScale | None,
+        offload: bool,
     ) -> None:
         self._pieces, self._group, self._tensor_group = pieces, group, mesh[TENSOR].get_group()
-        self._parameters = [nn.Parameter(piece.value) for piece in pieces]
+        self._on_host = offload and group.device != torch.device("cpu")
+        device = torch.device("cpu") if self._on_host else None
+        self._parameters = [
+            nn.Parameter(piece.value.to(device, copy=True) if device else piece.value) for piece in pieces
+        ]
         muon = recipe.inner_optimizer == "muon"
         hidden = [muon and is_hidden_matrix(piece.name, piece.shape) for piece in pieces]
-        decayed = [p.value for p in pieces if recipe.decay == "matrices" and is_decayed(p.name, p.shape)]
+        held = zip(pieces, self._parameters, strict=True)
+        decayed = [each.data for p, each in held if recipe.decay == "matrices" and is_decayed(p.name, p.shape)]
         super().__init__(
             recipe, [*self._trained_of(layout, hidden, recipe)], gradients=[], decayed=decayed, loss_scale=loss_scale
         )
@@ -370,9 +385,15 @@ class ShardOptimizer(InnerOptimizer):
             gradient = piece.gradient()
             if piece.is_summed:
                 dist.all_reduce(gradient, group=self._tensor_group)
-            parameter.grad = gradient
-            self._gradients.append(gradient)
-        return super().step(round_number, step, divisor)
+            parameter.grad = gradient.cpu() if self._on_host else gradient
+            self._gradients.append(parameter.grad)
+            if self._on_host:
+                parameter.data.copy_(piece.value)  # the peer may have written it
+        taken = super().step(round_number, step, divisor)
+        if self._on_host and taken:
+            for parameter, piece in zip(self._parameters, self._pieces, strict=True):
+                piece.value.copy_(parameter.data)
+        return taken
 
     def norm(self) -> float:
         norms = torch.stack(torch._foreach_norm(self._gradients)).double().square()

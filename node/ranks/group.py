@@ -51,6 +51,7 @@ class RankGroup:
         self.rank, self.size = rank, size
         self._memory, self._meeting = memory, meeting
         self._shared: Shared | None = None
+        self.founds = rank == 0 and not os.fstat(memory).st_size  # writes the first values of the vectors
         self.has_begun = False  # to train: until then, what a user gave may be refused
         self._links: list[socket.socket] = []
         self._pids: list[int] = []

@@ -48,16 +48,18 @@ class Rank:
             from node.ranks.dtensors import ShardedLearner, make_mesh  # FSDP takes seconds to import
 
             mesh = make_mesh(group, spec.tensor_parallel)
-            self._make: MakeLearner = partial(ShardedLearner, group=group, mesh=mesh, offload=False)
+            self._make: MakeLearner = partial(ShardedLearner, group=group, mesh=mesh, offload=spec.offload)
         else:
-            self._make = partial(ZeroLearner, group=group, keeps_gradients=spec.shard == "zero1")
+            self._make = partial(
+                ZeroLearner, group=group, keeps_gradients=spec.shard == "zero1", offload=bool(spec.offload)
+            )
 
     def command(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self if hasattr(Rank, name) else self.learner, name)
         return found
 
     def build(self, resume: bool) -> None:
-        spec = replace(self._spec, device=self._device)
+        spec = replace(self._spec, device=self._spec.devices[self._group.rank])
         self.job = build(spec, self._group.allocate, resume, self._make)
         self.learner: RankLearner = self.job.learner  # type: ignore[assignment]
 

@@ -49,12 +49,13 @@ class ZeroLearner(TaskLearner):
         seed: int,
         group: RankGroup,
         keeps_gradients: bool,
+        offload: bool,
         resume: bool,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self._group, self._keeps_gradients = group, keeps_gradients
+        self._group, self._keeps_gradients, self._offload = group, keeps_gradients, offload
         self._units = units(recipe.batches, getattr(task, "rows", None), group.rank, group.size, not keeps_gradients)
-        self.is_shared = group.device.type == "cpu"
+        self.is_shared = group.device == torch.device("cpu")  # and not cpu:0, with which tests stand for a GPU
         super().__init__(
             task,
             recipe,
@@ -64,7 +65,7 @@ class ZeroLearner(TaskLearner):
             autocast=autocast,
             gradients=keeps_gradients,
         )
-        if not self.is_shared and not resume:
+        if not self.is_shared and group.founds:
             group.shared(len(self.vector)).local.copy_(self.vector)
 
     def begin(self) -> None:
@@ -93,15 +94,12 @@ class ZeroLearner(TaskLearner):
         else:
             gradient = torch.zeros(self._high - self._low, dtype=torch.float32, device=flat.vector.device)
             self._buckets = GradientBuckets([*flat.views], self._cuts, group.rank, gradient)
-        return _PartOptimizer(
-            flat.layout,
-            flat.vector[self._low : self._high],
-            group,
-            gradient=gradient,
-            recipe=recipe,
-            low=self._low,
-            loss_scale=self.loss_scale,
-        )
+        part = flat.vector[self._low : self._high]
+        more: dict[str, Any] = {"gradient": gradient, "recipe": recipe, "low": self._low, "loss_scale": self.loss_scale}
+        if self._offload and not self.is_shared:
+            host = group.allocate(len(self.vector))[self._low : self._high]
+            return _HostOptimizer(flat.layout, host, group, part=part, **more)
+        return _PartOptimizer(flat.layout, part, group, **more)
 
     def _clear(self) -> None:
         self._optimizer.clear()
@@ -193,6 +191,29 @@ class _PartOptimizer(FlatOptimizer):
 
     def norm(self) -> float:
         return math.sqrt(self._group.total(super().norm() ** 2)[0])
+
+
+class _HostOptimizer(_PartOptimizer):
+    """The moments are on the host, and the step is the host's: on the shared vector, which is copied to the device.
+
+    Source: Ren et al. 2021 (ZeRO-Offload), section 4.
+    """
+
+    def __init__(
+        self, layout: Layout, vector: Vector, group: RankGroup, *, part: Vector, gradient: Vector, **more: Any
+    ) -> None:
+        super().__init__(layout, vector, group, gradient=torch.empty_like(vector), **more)
+        self._vector, self._part, self._device_gradient = vector, part, gradient
+
+    def clear(self) -> None:
+        self._device_gradient.zero_()
+
+    def step(self, round_number: int, step: int, divisor: int = 1) -> bool:
+        self._gradients[0].copy_(self._device_gradient)
+        taken = super().step(round_number, step, divisor)
+        if taken:
+            self._part.copy_(self._vector)
+        return taken
 
 
 def _sums(part: Vector, low: int, bounds: Sequence[int]) -> Iterator[Any]:

@@ -78,6 +78,7 @@ class WorkerSpec:
     devices: tuple[str, ...] = ()  # of several ranks (`node.ranks`), in place of `device`
     shard: str = "zero1"  # how several ranks divide the training
     tensor_parallel: int = 1  # ranks among which each layer is divided
+    offload: str = ""  # what several ranks keep on the host: "optimizer" or, with zero3, "parameters" as well
     threads: int = 0  # for computation; 0: measure, starting with this worker's share of the cores
     peers_here: int = 1  # on this machine
     precision: str = "auto"  # of the forward pass; "auto": bfloat16 where it was measured to be faster
