@@ -121,6 +121,8 @@ class ShardedLearner(StepLearner):
         owners = [*_owners(task.module, parameters)]
         computes = _keep_in_float32(parameters)
         summed = divide(task, mesh, computes, offload == "parameters")
+        if hasattr(task, "device"):
+            task.device = group.device  # where its batches go
         if mesh[DATA].size() == 1:
             autocast = autocast or computes
         super().__init__(task, recipe, seed=seed, device=group.device.type, autocast=autocast)

@@ -44,7 +44,8 @@ class Rank:
         self._spec, self._group = spec, group
         self._device = device_of(spec.devices[group.rank])
         group.meet(self._device, shares=len({*spec.devices}) < len(spec.devices))
-        if spec.shard == "zero3" or spec.tensor_parallel > 1:
+        self._is_divided = spec.shard == "zero3" or spec.tensor_parallel > 1
+        if self._is_divided:
             from node.ranks.dtensors import ShardedLearner, make_mesh  # FSDP takes seconds to import
 
             mesh = make_mesh(group, spec.tensor_parallel)
@@ -60,7 +61,7 @@ class Rank:
 
     def build(self, resume: bool) -> None:
         spec = replace(self._spec, device=self._spec.devices[self._group.rank])
-        self.job = build(spec, self._group.allocate, resume, self._make)
+        self.job = build(spec, self._group.allocate, resume, self._make, on_cpu=self._is_divided)
         self.learner: RankLearner = self.job.learner  # type: ignore[assignment]
 
     def begin(self, layout: list[list[tuple[str, list[int]]]]) -> None:
@@ -172,6 +173,8 @@ class RankedWorker(Worker):
         learner.everywhere("begin", layout=own.learner.layout.fragments)
         if not resume:
             note(f"{spec.ranks} ranks train together ({spec.shard}), on {_listed(spec.devices)}")
+        if own.job.check_first_loss:
+            own.job.check_first_loss(learner.evaluate())
         job = replace(own.job, learner=learner, generate=learner.generate if own.job.generate else None)
         return cls(job, shared, spec, tell)
 

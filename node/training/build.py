@@ -40,6 +40,7 @@ class Job:
     ready: Callable[[], bool] = lambda: True  # whether the data of the next step are here; else the worker waits
     timeout_seconds: float | None = None  # the task's own `WorkerSpec.timeout_seconds`
     loss_scale: LossScale | None = None  # of training in float16
+    check_first_loss: Callable[[float], None] | None = None  # takes the held-out loss before training
 
 
 Allocate: TypeAlias = Callable[[int], Vector]
@@ -47,10 +48,13 @@ MakeLearner: TypeAlias = Callable[..., Any]
 """Called with the task and the recipe and, by name, `seed`, `resume` and `autocast`."""
 
 
-def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner | None = None) -> Job:
+def build(
+    spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner | None = None, on_cpu: bool = False
+) -> Job:
     """Load data and model. On the CPU the parameters are in the vector of `allocate`, where `resume` finds them.
 
-    `make` makes the learner of a task's module, in place of `TaskLearner`.
+    `make` makes the learner of a task's module, in place of `TaskLearner`. `on_cpu`: it moves the module to the device
+    itself, except that of a user's own task.
 
     On another device the caller has to copy them. Raises `ValueError`, with one line, if data, device or a
     user's module are missing or unsuitable.
@@ -68,7 +72,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner 
     place, kept = (allocate, resume) if device == "cpu" else (None, False)
     make = make or partial(TaskLearner, allocate=place)
     if isinstance(values, HfValues):
-        return _build_hf(spec, data, device, make, kept)
+        return _build_hf(spec, data, device, make, kept, tells=not replaces, on_cpu=on_cpu)
     if isinstance(values, OwnValues):
         own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         if spec.checkpointing:
@@ -85,7 +89,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner 
         return Job(learner, timeout_seconds=own_task.timeout_seconds, loss_scale=learner.loss_scale)
     text = load(spec.data, spec.held_out, data)
     preset = Preset(values.shape, values.rows, spec.recipe)
-    task = GptTask(preset, text, spec.weights_seed, device)
+    task = GptTask(preset, text, spec.weights_seed, "cpu" if on_cpu else device)
     if spec.checkpointing:
         checkpoint_blocks(task.module.model.layers.values())
     autocast = _autocast(spec.precision, device, values.shape.width)
@@ -94,7 +98,9 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool, make: MakeLearner 
     return Job(learner, held_out=held_out, generate=task.module.generate, loss_scale=learner.loss_scale)
 
 
-def _build_hf(spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner, resume: bool) -> Job:
+def _build_hf(
+    spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner, resume: bool, *, tells: bool, on_cpu: bool
+) -> Job:
     from node.tasks.hf.task import make_task  # only a worker of this task loads transformers
 
     values = spec.values
@@ -110,7 +116,7 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner,
         values,
         data,
         held_out=spec.held_out,
-        device=device,
+        device="cpu" if on_cpu else device,
         dtype=dtype,
         checkpointing=spec.checkpointing,
         seed=spec.stream_seed,
@@ -118,8 +124,6 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner,
     )
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
     learner = make(task, spec.recipe, seed=spec.stream_seed, resume=resume, autocast=autocast)
-    if not resume and spec.held_out is not None and values.settings.train == "lora":
-        task.compare_base(learner.evaluate(), values.pins)
 
     def generate(prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
         with learner.evaluating():
@@ -128,8 +132,15 @@ def _build_hf(spec: WorkerSpec, data: GivenData, device: str, make: MakeLearner,
     def ready() -> bool:
         return task.ready(spec.stream_seed, learner.position)
 
+    compares = tells and spec.held_out is not None and values.settings.train == "lora"
     return Job(
-        learner, held_out=task.held_out, generate=generate, pins=task.pins, ready=ready, loss_scale=learner.loss_scale
+        learner,
+        held_out=task.held_out,
+        generate=generate,
+        pins=task.pins,
+        ready=ready,
+        loss_scale=learner.loss_scale,
+        check_first_loss=partial(task.compare_base, pins=values.pins) if compares else None,
     )
 
 

@@ -84,6 +84,8 @@ class Worker:
             return kept[0].local
 
         job = cls.build(spec, allocate, os.fstat(memory).st_size > 0)
+        if job.check_first_loss:
+            job.check_first_loss(job.learner.evaluate())
         shared = kept[0] if kept else Shared(memory, sum(job.learner.layout.sizes()))
         return cls(job, shared, spec, tell)
 

@@ -90,7 +90,8 @@ class HfTask:
 
     def evaluate(self) -> float:
         """Mean loss over the targets of the held-out rows; nan if there are none."""
-        return evaluate_rows(self.module, self._evaluated, self._settings.rows, EVALUATED_BATCHES * self._settings.rows)
+        at_once = self._settings.rows
+        return evaluate_rows(self.module, self._evaluated, at_once, EVALUATED_BATCHES * at_once, self.device)
 
     def compare_base(self, loss: float, pins: ModelPins | None) -> None:
         """Tell the user if the base has another held-out loss on this machine than at the founder's."""
@@ -126,9 +127,9 @@ def beginning(documents: Iterable[Document]) -> str:
 
 
 @torch.no_grad()
-def evaluate_rows(module: Any, rows: Rows, at_once: int, most: int) -> float:
+def evaluate_rows(module: Any, rows: Rows, at_once: int, most: int, device: torch.device | None = None) -> float:
     """Mean loss over the targets of at most `most` rows; nan if there are none."""
-    total, count, device = 0.0, 0, next(module.parameters()).device
+    total, count, device = 0.0, 0, device or next(module.parameters()).device
     for part in torch.split(rows.spread(most), at_once):
         batch = rows.take(part)
         if targets := int((batch[-1] != MASKED).sum()):
