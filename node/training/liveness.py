@@ -22,6 +22,8 @@ LATE_LOOK_SECONDS = 10.0
 WORKING_SHARE = 0.01
 """Share of the time on a core that counts as work. A thread that wakes up now and then to look takes less."""
 WORKING_BYTES = 4096
+_POLLING = "gloo_tcp_loop\n"
+"""A thread of each rank that wakes up a hundred times a second: on a busy machine it waits for a core each time."""
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -31,6 +33,7 @@ class Usage:
     processor_seconds: float  # on a core, or ready to run while no core was free
     io_bytes: int  # read and written
     stopped: str = ""  # which process a signal or a debugger has stopped: the worker, or a rank that it has forked
+    ranks: int = 1
 
 
 def usage(pid: int, proc: Path = _PROC) -> Usage | None:
@@ -39,7 +42,7 @@ def usage(pid: int, proc: Path = _PROC) -> Usage | None:
         program = _command_line(proc / str(pid))[1:4]
     except (OSError, ValueError, IndexError):
         return None
-    stopped, seconds, size, waiting, seen = "", 0.0, 0, [pid], set[int]()
+    stopped, seconds, size, ranks, waiting, seen = "", 0.0, 0, 1, [pid], set[int]()
     while waiting:
         if (each := waiting.pop()) in seen:
             continue
@@ -48,14 +51,18 @@ def usage(pid: int, proc: Path = _PROC) -> Usage | None:
         with suppress(OSError, ValueError, IndexError):
             state, used = _stat(process)
             seconds += used
-            if state in "Tt" and not stopped and (line := _command_line(process))[1:4] == program:
-                stopped = "the worker" if each == pid else " ".join(line[4:])
+            line = _command_line(process)
+            if line[1:4] == program:
+                ranks += line[4:5] == ["rank"]
+                if state in "Tt" and not stopped:
+                    stopped = "the worker" if each == pid else " ".join(line[4:])
             size += _io_bytes(process)
             for thread in (process / "task").iterdir():
                 with suppress(OSError, ValueError, IndexError):  # not all kernels have these two
-                    seconds += int((thread / "schedstat").read_text().split()[1]) / 1e9
+                    if (thread / "comm").read_text() != _POLLING:
+                        seconds += int((thread / "schedstat").read_text().split()[1]) / 1e9
                     waiting += map(int, (thread / "children").read_text().split())
-    return Usage(seconds, size, stopped)
+    return Usage(seconds, size, stopped, ranks)
 
 
 def _command_line(process: Path) -> list[str]:
@@ -118,7 +125,7 @@ class Watchdog:
         if usage is None or before is None:
             return True
         used = usage.processor_seconds - before.processor_seconds
-        return used >= WORKING_SHARE * seconds or usage.io_bytes - before.io_bytes >= WORKING_BYTES
+        return used >= WORKING_SHARE * seconds * usage.ranks or usage.io_bytes - before.io_bytes >= WORKING_BYTES
 
     def _verdict(self, now: float) -> str:
         limit_seconds, what = self._timeout_seconds, self._command

@@ -14,13 +14,13 @@ USUAL = "node.training.worker"
 
 
 @contextmanager
-def worker_program(module: str) -> Iterator[None]:
+def worker_program(module: str, usual: str = USUAL) -> Iterator[None]:
     """Inside the context, a `RemoteTrainer` starts `python -m MODULE` in place of the usual worker."""
 
     class Other(ChildProcess):
         @classmethod
         async def start(cls, name: str, command: Sequence[str], *others: Any, **named: Any) -> ChildProcess:
-            command = [module if word == USUAL else word for word in command]
+            command = [module if word == usual else word for word in command]
             return await ChildProcess.start(name, command, *others, **named)
 
     with patch.object(process, "ChildProcess", Other):

@@ -1,0 +1,44 @@
+"""A user's own task, for ranks: BatchNorm, batches without targets, rows that cannot be divided; it fails as asked."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from node.tasks.base import TaskContext
+
+
+class Shapes:
+    def __init__(self, context: TaskContext, fails_at: int = -1, hangs_at: int = -1) -> None:
+        self.fails_at, self.hangs_at, self.device = fails_at, hangs_at, context.device
+        torch.manual_seed(context.seed)
+        layers = (nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.module = nn.Sequential(*layers).to(context.device)
+
+    def batch(self, seed: int, position: int) -> tuple[torch.Tensor, ...]:
+        if position % 4 == self.fails_at:
+            raise LookupError(f"no batch {position}")
+        if position == self.hangs_at:
+            time.sleep(1000)
+        random = torch.Generator().manual_seed(1000 * seed + position)
+        inputs = torch.randn(12, 8, generator=random)
+        labels = inputs[:, :3].argmax(1)
+        labels[: 12 if position % 5 == 3 else position % 7] = -100
+        return inputs, labels
+
+    def targets(self, batch: tuple[torch.Tensor, ...]) -> int:
+        return int((batch[-1] >= 0).sum())
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.module(inputs.to(self.device)), labels.to(self.device))
+
+    def evaluate(self) -> float:
+        with torch.no_grad():
+            return float(self.loss(*self.batch(10**6, 0)))
+
+
+def shapes(context: TaskContext, fails_at: int = -1, hangs_at: int = -1) -> Shapes:
+    return Shapes(context, fails_at, hangs_at)

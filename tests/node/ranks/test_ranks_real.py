@@ -1,0 +1,309 @@
+"""Several ranks behind one worker: they compute what one process computes, and one that fails is replaced with all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from node.runtime.compute import ThreadCompute
+from node.tasks.gpt_presets import GptConfig
+from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
+from node.tasks.recipe import Recipe
+from node.tasks.spec import GptValues, OwnValues, WorkerSpec
+from node.training import liveness, process
+from node.training import worker_supervisor as succession
+from node.training.remote import RemoteTrainer, WorkerError
+from protocols.base import LocalProgress, RoundKey
+from tests.support import warm
+from tests.support.long import diagonal
+from tests.support.other_worker import worker_program
+from tests.support.real_swarm import START_SECONDS, RealSwarm, wait
+from tests.support.small_models import story, write_model
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
+
+STEPS = 20
+RECIPE = Recipe(STEPS, 5, 1e-2, 0.9, 0.5, warmup_steps=4, batches=4)
+TOLERANCE, MUON_TOLERANCE = 1e-4, 1e-2
+"""Of the parameters after 20 steps, relative to how far one process has moved them. Muon computes in bfloat16."""
+ORPHAN_SECONDS = 5.0
+OWN = "tests.node.ranks.own_task:shapes"
+
+
+@pytest_asyncio.fixture
+async def compute() -> AsyncIterator[ThreadCompute]:
+    async with warm.forked_workers(), ThreadCompute() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write a small model when it is first asked for."""
+    home = tmp_path_factory.mktemp("models")
+    (home / "story.txt").write_text(story(600))
+
+    def folder(kind: str) -> Path:
+        if not (home / kind).exists():
+            settings = write_model(home / kind, kind) / "config.json"
+            settings.write_text(settings.read_text().replace('_pdrop": 0.1', '_pdrop": 0.0'))  # gpt2's dropout
+        return home / kind
+
+    return folder
+
+
+def gpt(**recipe: Any) -> WorkerSpec:
+    values = GptValues(GptConfig(layers=2, width=32, heads=2, context=32), rows=4)
+    return WorkerSpec(values, replace(RECIPE, **recipe), 3, 9, threads=1, device="cpu")
+
+
+def own(**options: int) -> WorkerSpec:
+    recipe = replace(RECIPE, mean="token", decay="matrices")
+    return WorkerSpec(OwnValues(OWN, options), recipe, 3, 9, threads=1, device="cpu")
+
+
+def grouped(spec: WorkerSpec, ranks: int, shard: str = "zero1") -> WorkerSpec:
+    return replace(spec, devices=("cpu",) * ranks, shard=shard)
+
+
+def spec_of(task: str, models: Callable[[str], Path]) -> WorkerSpec:
+    if task == "own":
+        return own()
+    kind, _, train = task.partition(" ")
+    if not train:
+        return gpt(inner_optimizer=kind.removeprefix("gpt-"))
+    settings = HfSettings(context=48, rows=4, train=train, lora_rank=4)  # type: ignore[arg-type]
+    recipe = replace(RECIPE, mean="token", decay="matrices", learning_rate=3e-3)
+    folder = models(kind)
+    values = HfValues(settings, HfMachine(str(folder)))
+    return WorkerSpec(values, recipe, 3, 9, folder.parent / "story.txt", threads=1, device="cpu")
+
+
+class Training:
+    """A round under way."""
+
+    def __init__(self, trainer: RemoteTrainer, number: int = 0, surplus: bool = False) -> None:
+        self.cut, self.progress = asyncio.Event(), list[LocalProgress]()
+        key = RoundKey(bytes(32), "run", bytes(32), number)
+        self.task = asyncio.create_task(trainer.train(key, self.cut, self.progress.append, surplus))
+
+    async def until_tokens(self, tokens: int) -> None:
+        await until(lambda: self.task.done() or (self.progress and self.progress[-1].tokens >= tokens))
+
+    async def end(self) -> LocalProgress:
+        self.cut.set()
+        async with asyncio.timeout(30):
+            return await self.task
+
+
+async def round_of(trainer: RemoteTrainer, number: int) -> LocalProgress:
+    """All inner steps of a round."""
+    training = Training(trainer, number)
+    await until(lambda: training.task.done() or (training.progress and training.progress[-1].complete))
+    return await training.end()
+
+
+async def vector(trainer: RemoteTrainer) -> torch.Tensor:
+    into = torch.full(trainer.layout.sizes(), torch.nan)
+    await trainer.read(into)
+    return into
+
+
+@dataclass
+class Apart:
+    """How far two vectors are apart, relative to how far the first is from where it began."""
+
+    trainer: RemoteTrainer
+    whole: torch.Tensor
+    begun: torch.Tensor
+
+    def of(self, other: torch.Tensor, name: Callable[[str], bool] = lambda _: True) -> float:
+        square = moved = 0.0
+        at = 0
+        for each, shape in self.trainer.layout.fragments[0]:
+            part = slice(at, at := at + torch.Size(shape).numel())
+            if name(each):
+                square += float((self.whole[part] - other[part]).double().square().sum())
+                moved += float((self.whole[part] - self.begun[part]).double().square().sum())
+        return float((square / moved) ** 0.5)
+
+
+def is_statistic(name: str) -> bool:
+    """Of BatchNorm. Each rank has its own, of its own batches, and their mean counts."""
+    return "running" in name or "tracked" in name
+
+
+@diagonal(
+    "task, where, shard, ranks",
+    ("gpt-adamw", "own", "gpt-muon", "qwen3 lora", "qwen3 full", "llama full", "gpt2 full"),
+    ("shared", "apart"),
+    ("zero1", "zero2"),
+    (2, 3, 4),
+)
+async def test_ranks_compute_what_one_process_does(
+    task: str,
+    where: str,
+    shard: str,
+    ranks: int,
+    models: Callable[[str], Path],
+    compute: ThreadCompute,
+    tmp_path: Path,
+) -> None:
+    tolerance = MUON_TOLERANCE if "muon" in task else TOLERANCE
+    one_spec = spec_of(task, models)
+    statistics_apart = 0.3 if task == "own" else 0.0
+    with ExitStack() as stack:
+        if where == "apart":
+            stack.enter_context(worker_program("tests.node.ranks.apart", "node.ranks.worker"))
+        async with (
+            RemoteTrainer(one_spec, compute) as one,
+            RemoteTrainer(grouped(one_spec, ranks, shard), compute) as group,
+        ):
+            assert group.layout == one.layout
+            begun = await vector(one)
+            assert torch.equal(await vector(group), begun)
+            for number, path in enumerate((tmp_path / "first", tmp_path / "second")):
+                works = await round_of(one, number), await round_of(group, number)
+                assert works[0].tokens == works[1].tokens > 0 and group.position == one.position == 80 * (number + 1)
+                assert works[1].loss == pytest.approx(works[0].loss, rel=tolerance)
+                assert works[1].norm == pytest.approx(works[0].norm, rel=1e-2 if statistics_apart else tolerance)
+                found = Apart(one, await vector(one), begun)
+                other = await vector(group)
+                assert found.of(other, lambda name: not is_statistic(name)) <= tolerance
+                if statistics_apart:
+                    assert 0 < found.of(other, is_statistic) < statistics_apart
+                # Each continues with the parameters and the optimiser's state of the other.
+                begun = found.whole
+                await one.save(path)
+                await group.save(path.with_suffix(".group"))
+                assert path.stat().st_size == path.with_suffix(".group").stat().st_size
+                await one.load(path.with_suffix(".group"), one.position)
+                await group.load(path, group.position)
+                for each in (one, group):
+                    await each.write(begun)
+            assert torch.equal(await vector(group), begun)
+            assert await group.evaluate() == await one.evaluate()
+            if task != "own":
+                assert await group.generate(b"1. Ann", 4) == await one.generate(b"1. Ann", 4)
+            assert group.restarts == one.restarts == 0
+
+
+def ranks_of(trainer: RemoteTrainer) -> list[psutil.Process]:
+    """Rank 0 and the others, in their order."""
+    worker = psutil.Process(trainer.pid)
+    others = {" ".join(each.cmdline()[4:]).strip(): each for each in worker.children()}
+    return [worker, *(others[f"rank {rank} of {len(others) + 1}"] for rank in range(1, len(others) + 1))]
+
+
+async def gone(processes: list[psutil.Process]) -> None:
+    await until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes), 5)
+
+
+@diagonal("when, rank", ("step", "evaluate", "save"), (0, 1, 2))
+async def test_killed_rank_is_replaced_with_all(when: str, rank: int, compute: ThreadCompute, tmp_path: Path) -> None:
+    async with RemoteTrainer(grouped(gpt(), 3), compute) as trainer:
+        processes = ranks_of(trainer)
+        before = await trainer.evaluate()
+        training = Training(trainer, surplus=True)
+        await training.until_tokens(5 * 512)
+        heard = len(training.progress)
+        asked: asyncio.Task[Any] | None = None
+        if when != "step":
+            processes[0].suspend()
+            asked = asyncio.create_task(trainer.evaluate() if when == "evaluate" else trainer.save(tmp_path / "state"))
+            await asyncio.sleep(0.1)
+        processes[rank].kill()
+        if when != "step" and rank:
+            processes[0].resume()
+        await gone(processes)
+        await until(lambda: trainer.restarts == 1)
+        assert rank == 0 or trainer.last_failure.endswith(f"rank {rank} of 3: its process was killed by signal 9")
+        if when == "evaluate":
+            assert asked and await asked == before
+        elif asked:
+            await asyncio.wait([asked])
+            assert isinstance(asked.exception(), WorkerError) or asked.result()
+        await until(lambda: training.progress[heard:] and 0 < training.progress[-1].tokens <= 5 * 512)
+        assert (await training.end()).tokens > 0 and trainer.restarts == 1
+        others = ranks_of(trainer)
+    await gone(others)
+
+
+async def test_stopped_rank_is_seen(compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LOOK_SECONDS", 0.25)
+    monkeypatch.setattr(liveness, "STOPPED_SECONDS", 1.0)
+    async with RemoteTrainer(grouped(gpt(), 3), compute) as trainer:
+        training = Training(trainer, surplus=True)
+        await training.until_tokens(512)
+        processes = ranks_of(trainer)
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        await until(lambda: trainer.restarts == 1, 20)
+        assert trainer.last_failure.startswith("rank 2 of 3 was stopped (by SIGSTOP or a debugger) in an inner step")
+        await gone(processes)
+        assert (await training.end()).tokens >= 0
+
+
+async def test_rank_that_hangs_or_fails_is_named(compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
+    spec = replace(grouped(own(hangs_at=9), 2, "zero2"), timeout_seconds=2.0)  # drawn by rank 1
+    async with RemoteTrainer(spec, compute) as trainer:
+        training = Training(trainer)
+        await until(lambda: trainer.restarts == 1)
+        assert trainer.last_failure.startswith("the worker hangs in an inner step: for 2 s it finished nothing")
+        await training.end()
+    given_up: list[str] = []
+    async with RemoteTrainer(grouped(own(fails_at=1), 2), compute, given_up.append) as trainer:
+        training = Training(trainer)
+        await until(lambda: given_up)
+        what = f"rank 1 of 2: task {OWN}: batch(): LookupError: no batch "
+        assert given_up[0].startswith("the worker died 5 times in a row: the worker failed in train: " + what)
+        assert ", in Shapes.batch (own_task.py:" in given_up[0]
+        await training.end()
+
+
+def oom_score(of: psutil.Process) -> int:
+    return int(Path(f"/proc/{of.pid}/oom_score_adj").read_text())
+
+
+async def test_ranks_of_a_worker_have_its_niceness_and_score(compute: ThreadCompute) -> None:
+    async with RemoteTrainer(replace(grouped(gpt(), 3), nice=5), compute) as trainer:
+        await trainer.evaluate()
+        processes = ranks_of(trainer)
+        await until(lambda: len({each.nice() for each in processes}) == 1)
+        assert processes[0].nice() == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
+        assert {oom_score(each) for each in processes} == {process.OOM_SCORE}
+
+
+RUN = """
+task = "gpt"
+[gpt]
+layers = 2
+width = 32
+heads = 2
+context = 32
+rows = 2
+[recipe]
+inner_steps = 20
+rounds = 10000
+batches = 2
+"""
+
+
+def test_peers_of_two_ranks_and_of_one_agree(tmp_path: Path) -> None:
+    with RealSwarm(tmp_path, RUN) as swarm:
+        a = swarm.found("a", "--ranks", "2", "--shard", "zero2")
+        assert "2 ranks train together (zero2), on the CPU" in a.said()
+        (b,) = swarm.join("b", via=a)
+        report = wait("both are in one mean", lambda: swarm.all_in_one_mean([a, b]), START_SECONDS)
+        assert len(report["peers"]) == 2
