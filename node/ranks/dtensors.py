@@ -113,7 +113,7 @@ class ShardedLearner(StepLearner):
         self._units = units(
             recipe.batches, getattr(task, "rows", None), mesh[DATA].get_local_rank(), mesh[DATA].size(), True
         )
-        self.layout = layout_of(parameters)
+        self.layout = self.trained_layout = layout_of(parameters)
         require_matrices(self.layout, recipe)
         shared = group.shared(sum(self.layout.sizes()))
         if group.founds:

@@ -207,7 +207,7 @@ class RankedWorker(Worker):
     def _write_state(self, path: Path) -> int:
         if not self._learner.own.learner.placed_moments():
             return tensors.write(path, {}, STATE_ABOUT)
-        entries = moment_entries(self._learner.layout, self._recipe)
+        entries = moment_entries(self._learner.own.learner.trained_layout, self._recipe)
         if self._learner.own.learner.loss_scale:
             entries[LOSS_SCALE] = ("F32", (2,))
         size = tensors.create(path, entries, STATE_ABOUT)
@@ -215,7 +215,7 @@ class RankedWorker(Worker):
         return size
 
     def _read_state(self, path: Path, names: Collection[str]) -> None:
-        if {*names} - {LOSS_SCALE} != moment_entries(self._learner.layout, self._recipe).keys():
+        if {*names} - {LOSS_SCALE} != moment_entries(self._learner.own.learner.trained_layout, self._recipe).keys():
             raise tensors.Unreadable("its tensors are not those of this model and its optimiser")
         self._learner.everywhere("read_moments", path=str(path), scale=LOSS_SCALE in names)
 

@@ -35,6 +35,7 @@ class StepLearner:
     float16 the loss is scaled.
     """
 
+    trained_layout: Layout  # without extra tensors
     _optimizer: InnerOptimizer
 
     def __init__(self, task: Task, recipe: Recipe, *, seed: int, device: str, autocast: torch.dtype | None) -> None:
@@ -157,6 +158,7 @@ class TaskLearner(StepLearner):
         self._flat = flat = flatten_parameters(parameters, place, resume, gradients)
         flat.views.watch(task.module, getattr(task, "name", ""))
         self._bystanders = None if self._extra_names is None else Bystanders(task.module, parameters)
+        self.trained_layout = flat.layout
         self.layout = Layout((flat.layout.fragments[0] + self._extra.fragment,))
         self.vector: Vector = self._extra.vector
         super().__init__(task, recipe, seed=seed, device=self.vector.device.type, autocast=autocast)

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,17 @@ import pytest_asyncio
 import torch
 
 from node.runtime.compute import ThreadCompute
+from node.runtime.metrics import with_children, workers_here
 from node.tasks.gpt_presets import GptConfig
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
 from node.tasks.recipe import Recipe
-from node.tasks.spec import GptValues, OwnValues, WorkerSpec
+from node.tasks.spec import SHARDS, GptValues, OwnValues, WorkerSpec
 from node.training import liveness, process
 from node.training import worker_supervisor as succession
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols.base import LocalProgress, RoundKey
 from tests.support import warm
-from tests.support.long import diagonal
+from tests.support.long import long
 from tests.support.other_worker import worker_program
 from tests.support.real_swarm import START_SECONDS, RealSwarm, wait
 from tests.support.small_models import story, write_model
@@ -73,8 +75,16 @@ def own(**options: int) -> WorkerSpec:
     return WorkerSpec(OwnValues(OWN, options), recipe, 3, 9, threads=1, device="cpu")
 
 
-def grouped(spec: WorkerSpec, ranks: int, shard: str = "zero1") -> WorkerSpec:
-    return replace(spec, devices=("cpu",) * ranks, shard=shard)
+def grouped(spec: WorkerSpec, division: str) -> WorkerSpec:
+    """The same on several ranks: zero1 x3, or tensor parallel x4, of which two share each layer."""
+    shard, ranks = division.split(" x")
+    parallel = shard not in SHARDS
+    return replace(
+        spec,
+        devices=("cpu",) * int(ranks),
+        shard="zero3" if parallel else shard,
+        tensor_parallel=2 if parallel else 1,
+    )
 
 
 def spec_of(task: str, models: Callable[[str], Path]) -> WorkerSpec:
@@ -122,20 +132,20 @@ async def vector(trainer: RemoteTrainer) -> torch.Tensor:
 
 @dataclass
 class Apart:
-    """How far two vectors are apart, relative to how far the first is from where it began."""
+    """How far two vectors are apart, relative to how far the first is from where it began, or from 0."""
 
     trainer: RemoteTrainer
     whole: torch.Tensor
     begun: torch.Tensor
 
-    def of(self, other: torch.Tensor, name: Callable[[str], bool] = lambda _: True) -> float:
+    def of(self, other: torch.Tensor, name: Callable[[str], bool], begun: float = 1.0) -> float:
         square = moved = 0.0
         at = 0
         for each, shape in self.trainer.layout.fragments[0]:
             part = slice(at, at := at + torch.Size(shape).numel())
             if name(each):
                 square += float((self.whole[part] - other[part]).double().square().sum())
-                moved += float((self.whole[part] - self.begun[part]).double().square().sum())
+                moved += float((self.whole[part] - begun * self.begun[part]).double().square().sum())
         return float((square / moved) ** 0.5)
 
 
@@ -144,31 +154,30 @@ def is_statistic(name: str) -> bool:
     return "running" in name or "tracked" in name
 
 
-@diagonal(
-    "task, where, shard, ranks",
-    ("gpt-adamw", "own", "gpt-muon", "qwen3 lora", "qwen3 full", "llama full", "gpt2 full"),
-    ("shared", "apart"),
-    ("zero1", "zero2"),
-    (2, 3, 4),
-)
+TASKS = ("gpt-adamw", "gpt-muon", "own", "qwen3 lora", "qwen3 full", "llama full", "gpt2 full")
+DIVISIONS = [f"{shard} x{ranks}" for shard in ("zero1", "zero2", "zero3") for ranks in (2, 3, 4)]
+PARALLEL = ["tensor parallel x2", "tensor parallel x4"]
+SHORT = [("gpt-adamw", "zero1 x2", "shared"), ("own", "zero2 x3", "apart")]
+ALL = [
+    *product(TASKS, DIVISIONS[:6], ("shared", "apart")),
+    *product([each for each in TASKS if each != "own"], DIVISIONS[6:], ("apart",)),
+    *product(("gpt-adamw", "qwen3 full", "llama full"), PARALLEL, ("apart",)),
+]
+
+
+@pytest.mark.parametrize("task, division, where", [*SHORT, *long(*(each for each in ALL if each not in SHORT))])
 async def test_ranks_compute_what_one_process_does(
-    task: str,
-    where: str,
-    shard: str,
-    ranks: int,
-    models: Callable[[str], Path],
-    compute: ThreadCompute,
-    tmp_path: Path,
+    task: str, division: str, where: str, models: Callable[[str], Path], compute: ThreadCompute, tmp_path: Path
 ) -> None:
     tolerance = MUON_TOLERANCE if "muon" in task else TOLERANCE
     one_spec = spec_of(task, models)
-    statistics_apart = 0.3 if task == "own" else 0.0
+    has_statistics = task == "own"
     with ExitStack() as stack:
         if where == "apart":
             stack.enter_context(worker_program("tests.node.ranks.apart", "node.ranks.worker"))
         async with (
             RemoteTrainer(one_spec, compute) as one,
-            RemoteTrainer(grouped(one_spec, ranks, shard), compute) as group,
+            RemoteTrainer(grouped(one_spec, division), compute) as group,
         ):
             assert group.layout == one.layout
             begun = await vector(one)
@@ -177,12 +186,12 @@ async def test_ranks_compute_what_one_process_does(
                 works = await round_of(one, number), await round_of(group, number)
                 assert works[0].tokens == works[1].tokens > 0 and group.position == one.position == 80 * (number + 1)
                 assert works[1].loss == pytest.approx(works[0].loss, rel=tolerance)
-                assert works[1].norm == pytest.approx(works[0].norm, rel=1e-2 if statistics_apart else tolerance)
+                assert works[1].norm == pytest.approx(works[0].norm, rel=1e-2 if has_statistics else tolerance)
                 found = Apart(one, await vector(one), begun)
                 other = await vector(group)
                 assert found.of(other, lambda name: not is_statistic(name)) <= tolerance
-                if statistics_apart:
-                    assert 0 < found.of(other, is_statistic) < statistics_apart
+                if has_statistics:
+                    assert 0 < found.of(other, is_statistic, begun=0.0) < 0.3
                 # Each continues with the parameters and the optimiser's state of the other.
                 begun = found.whole
                 await one.save(path)
@@ -210,9 +219,16 @@ async def gone(processes: list[psutil.Process]) -> None:
     await until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes), 5)
 
 
-@diagonal("when, rank", ("step", "evaluate", "save"), (0, 1, 2))
+@pytest.mark.parametrize(
+    "when, rank",
+    [
+        ("step", 1),
+        ("save", 2),
+        *long(("step", 0), ("step", 2), ("save", 0), ("save", 1), *product(("evaluate",), range(3))),
+    ],
+)
 async def test_killed_rank_is_replaced_with_all(when: str, rank: int, compute: ThreadCompute, tmp_path: Path) -> None:
-    async with RemoteTrainer(grouped(gpt(), 3), compute) as trainer:
+    async with RemoteTrainer(grouped(gpt(), "zero1 x3"), compute) as trainer:
         processes = ranks_of(trainer)
         before = await trainer.evaluate()
         training = Training(trainer, surplus=True)
@@ -240,13 +256,22 @@ async def test_killed_rank_is_replaced_with_all(when: str, rank: int, compute: T
     await gone(others)
 
 
+def oom_score(of: psutil.Process) -> int:
+    return int(Path(f"/proc/{of.pid}/oom_score_adj").read_text())
+
+
 async def test_stopped_rank_is_seen(compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LOOK_SECONDS", 0.25)
     monkeypatch.setattr(liveness, "STOPPED_SECONDS", 1.0)
-    async with RemoteTrainer(grouped(gpt(), 3), compute) as trainer:
+    async with RemoteTrainer(replace(grouped(gpt(), "zero1 x3"), nice=5), compute) as trainer:
         training = Training(trainer, surplus=True)
         await training.until_tokens(512)
         processes = ranks_of(trainer)
+        assert {each.nice() for each in processes} == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)}
+        assert {oom_score(each) for each in processes} == {process.OOM_SCORE}
+        found, ours = psutil.process_iter, {each.pid for each in processes}
+        monkeypatch.setattr(psutil, "process_iter", lambda names: (each for each in found(names) if each.pid in ours))
+        assert workers_here() == 1 and with_children(processes[0].pid) == [each.pid for each in processes]
         os.kill(processes[2].pid, signal.SIGSTOP)
         await until(lambda: trainer.restarts == 1, 20)
         assert trainer.last_failure.startswith("rank 2 of 3 was stopped (by SIGSTOP or a debugger) in an inner step")
@@ -256,33 +281,20 @@ async def test_stopped_rank_is_seen(compute: ThreadCompute, monkeypatch: pytest.
 
 async def test_rank_that_hangs_or_fails_is_named(compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
-    spec = replace(grouped(own(hangs_at=9), 2, "zero2"), timeout_seconds=2.0)  # drawn by rank 1
+    spec = replace(grouped(own(hangs_at=9), "zero2 x2"), timeout_seconds=2.0)  # drawn by rank 1
     async with RemoteTrainer(spec, compute) as trainer:
         training = Training(trainer)
         await until(lambda: trainer.restarts == 1)
         assert trainer.last_failure.startswith("the worker hangs in an inner step: for 2 s it finished nothing")
         await training.end()
     given_up: list[str] = []
-    async with RemoteTrainer(grouped(own(fails_at=1), 2), compute, given_up.append) as trainer:
+    async with RemoteTrainer(grouped(own(fails_at=1), "zero1 x2"), compute, given_up.append) as trainer:
         training = Training(trainer)
         await until(lambda: given_up)
         what = f"rank 1 of 2: task {OWN}: batch(): LookupError: no batch "
         assert given_up[0].startswith("the worker died 5 times in a row: the worker failed in train: " + what)
         assert ", in Shapes.batch (own_task.py:" in given_up[0]
         await training.end()
-
-
-def oom_score(of: psutil.Process) -> int:
-    return int(Path(f"/proc/{of.pid}/oom_score_adj").read_text())
-
-
-async def test_ranks_of_a_worker_have_its_niceness_and_score(compute: ThreadCompute) -> None:
-    async with RemoteTrainer(replace(grouped(gpt(), 3), nice=5), compute) as trainer:
-        await trainer.evaluate()
-        processes = ranks_of(trainer)
-        await until(lambda: len({each.nice() for each in processes}) == 1)
-        assert processes[0].nice() == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
-        assert {oom_score(each) for each in processes} == {process.OOM_SCORE}
 
 
 RUN = """
