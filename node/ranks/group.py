@@ -41,6 +41,8 @@ COLLECTIVE_SECONDS = 24 * 3600.0
 """A collective has no timeout of its own: the peer's watchdog ends a worker without progress."""
 LAST_WORDS_SECONDS = 1.0
 """Time for the line of a rank that fails to reach rank 0, whose collective fails at the same moment."""
+_SETTLE_SECONDS = 0.1
+"""When a rank is killed, the collectives of the others fail: their lines may come first, and are not the cause."""
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -129,28 +131,35 @@ class RankGroup:
         poll = select.poll()
         for link in self._links:
             poll.register(link, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        at = next(at for at, link in enumerate(self._links) if link.fileno() in ready)
-        word, why = self._last_words(at)
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        time.sleep(_SETTLE_SECONDS)
+        ready += [descriptor for descriptor, _ in poll.poll(0) if descriptor not in ready]
+        rank_of = {link.fileno(): at for at, link in enumerate(self._links)}
+        words = {rank_of[each]: self._last_words(rank_of[each]) for each in ready}
+        at = next((each for each, found in words.items() if found is None), rank_of[ready[0]])
+        word, why = words[at] or ("failed", self._end_of(at))
         fail(word, why if word == "refused" else f"{_name(at + 1, self.size)}: {why}")
         os._exit(1)
 
-    def _last_words(self, at: int) -> tuple[str, str]:
+    def _last_words(self, at: int) -> tuple[str, str] | None:
+        """None: its process was killed."""
         link = self._links[at]
         link.settimeout(LAST_WORDS_SECONDS)
         try:
             ((word, why),) = json.loads(link.makefile("rb").readline(MAX_LINE_BYTES)).items()
             return word, why
-        except (OSError, ValueError):  # it was killed
-            pass
+        except (OSError, ValueError):
+            return None
+
+    def _end_of(self, at: int) -> str:
         for _ in range(100):
             pid, status = os.waitpid(self._pids[at], os.WNOHANG)
             if pid:
                 code = os.waitstatus_to_exitcode(status)
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                return "failed", f"its process {how}"
+                return f"its process {how}"
             time.sleep(LAST_WORDS_SECONDS / 100)
-        return "failed", "its process closed its socket"
+        return "its process closed its socket"
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

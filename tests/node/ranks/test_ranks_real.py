@@ -174,7 +174,7 @@ async def test_ranks_compute_what_one_process_does(
     has_statistics = task == "own"
     with ExitStack() as stack:
         if where == "apart":
-            stack.enter_context(worker_program("tests.node.ranks.apart", "node.ranks.worker"))
+            stack.enter_context(worker_program("tests.gpu.ranks", "node.ranks.worker"))
         async with (
             RemoteTrainer(one_spec, compute) as one,
             RemoteTrainer(grouped(one_spec, division), compute) as group,
