@@ -24,8 +24,8 @@ from tests.support.real_swarm import RealSwarm, wait
 
 HEADROOM_BYTES = 64 << 20
 """How much a peer's limit is above its use, before another program in its group takes that memory."""
-SPARE_BYTES = 48 << 20
-"""How much a peer may grow while it has no worker: less than a worker needs to start."""
+SPARE_BYTES = 8 << 20
+"""How much a peer may grow while it has no worker: less than the 13 MB of its own that a forked worker needs."""
 PIECE_BYTES = 2 << 20
 KILLED_SECONDS, SAID_SECONDS, GIVEN_UP_SECONDS = 30.0, 10.0, 60.0
 EVIDENCE = "probably out of memory"
