@@ -80,8 +80,11 @@ class RankGroup:
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._has_nccl = (
+            self.device.type == "cuda" and dist.is_nccl_available() and not shares
+        )  # refuses two on one GPU
         dist.init_process_group(
-            "gloo" if shares else backend(device),  # NCCL refuses two ranks on one GPU
+            "cpu:gloo,cuda:nccl" if self._has_nccl else "gloo",
             init_method=f"file://{self._meeting}",
             rank=self.rank,
             world_size=self.size,
@@ -166,17 +169,38 @@ class RankGroup:
     def total(self, *numbers: float) -> list[float]:
         """The sums of these numbers over all ranks, in float64."""
         held = torch.tensor(numbers, dtype=torch.float64)
-        held = held if self.device.type == "cpu" else held.to(self.device)
         dist.all_reduce(held)
         return [float(each) for each in held.tolist()]
+
+    def backends(self) -> dict[str, Any]:
+        """Process groups by their backend's name; all ranks call it together."""
+        if not self._has_nccl:
+            return {"gloo": None}
+        return {"NCCL": None, "gloo": dist.new_group(backend="gloo")}
+
+    def now(self) -> float:
+        """Seconds, once what was asked of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def _name(rank: int, size: int) -> str:
     return f"rank {rank} of {size}"
 
+    def backends(self) -> dict[str, Any]:
+        """Process groups by their backend's name; all ranks call it together."""
+        if not self._has_nccl:
+            return {"gloo": None}
+        return {"NCCL": None, "gloo": dist.new_group(backend="gloo")}
 
-def backend(device: str) -> str:
-    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") and dist.is_nccl_available() else "gloo"
+    def wait(self) -> None:
+        """Until what was asked of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def now(self) -> float:
+        return time.perf_counter()
 
 
 def _meeting_place() -> Path:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from node.ranks.collectives import GradientSum, fastest
 from node.ranks.division import cuts, microbatches, units
 from node.ranks.group import RankGroup
 from node.tasks.base import Batch, Step, Task
@@ -28,9 +28,6 @@ from node.tasks.user_task import OwnTask
 from node.training.inner_optimizer import FlatOptimizer, InnerOptimizer, matrices
 from node.training.task_learner import MicrobatchLoss, TaskLearner
 from protocols.base import Layout, Vector
-
-BUCKET_ELEMENTS = 1 << 22
-"""Gradients that zero2 sums at once: 16 MiB."""
 
 
 class ZeroLearner(TaskLearner):
@@ -65,6 +62,7 @@ class ZeroLearner(TaskLearner):
             autocast=autocast,
             gradients=keeps_gradients,
         )
+        self._is_reduced = autocast == torch.bfloat16 or self._flat.compute is not None
         if not self.is_shared and group.founds:
             group.shared(len(self.vector)).local.copy_(self.vector)
 
@@ -77,6 +75,9 @@ class ZeroLearner(TaskLearner):
         for tensor in others:
             dist.broadcast(tensor.detach(), 0)
         torch.manual_seed(self._seed + self._group.rank)  # of dropout
+        self._add = fastest(self._group, self._cuts, self._is_reduced)
+        if not self._keeps_gradients:
+            self._buckets = GradientBuckets([*self._flat.views], self._add, self._group.rank, self._gradient)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class ZeroLearner(TaskLearner):
             gradient = flat.gradient[self._low : self._high]
         else:
             gradient = torch.zeros(self._high - self._low, dtype=torch.float32, device=flat.vector.device)
-            self._buckets = GradientBuckets([*flat.views], self._cuts, group.rank, gradient)
+        self._gradient = gradient
         part = flat.vector[self._low : self._high]
         more: dict[str, Any] = {"gradient": gradient, "recipe": recipe, "low": self._low, "loss_scale": self.loss_scale}
         if self._offload and not self.is_shared:
@@ -123,8 +124,7 @@ class ZeroLearner(TaskLearner):
     def _gather(self, losses: Sequence[MicrobatchLoss]) -> int:
         (count,) = self._group.total(sum(each.count for each in losses))
         if self._keeps_gradients:
-            for work in [*_sums(self._flat.gradient, 0, self._cuts)]:
-                work.wait()
+            self._add(self._flat.gradient, 0)
         return round(count)
 
     def _mean(self, losses: Sequence[MicrobatchLoss]) -> float:
@@ -216,24 +216,16 @@ class _HostOptimizer(_PartOptimizer):
         return taken
 
 
-def _sums(part: Vector, low: int, bounds: Sequence[int]) -> Iterator[Any]:
-    """Begin to sum a part of the gradients, which begins at `low`, over all ranks: each element where it is trained."""
-    for owner, (begin, end) in enumerate(pairwise(bounds)):
-        begin, end = max(begin, low), min(end, low + len(part))
-        if begin < end:
-            yield dist.reduce(part[begin - low : end - low], owner, async_op=True)
-
-
 class GradientBuckets:
     """Sums gradients during the backward pass, from the end of the vector on, and frees them.
 
     All ranks sum the buckets in the same order, whatever the order of their gradients.
     """
 
-    def __init__(self, views: Sequence[View], bounds: Sequence[int], rank: int, into: Vector) -> None:
-        self._bounds, self._into = bounds, into
-        self._own = bounds[rank], bounds[rank + 1]
-        self._buckets = [*_buckets(views)]
+    def __init__(self, views: Sequence[View], add: GradientSum, rank: int, into: Vector) -> None:
+        self._add, self._into = add, into
+        self._own = add.bounds[rank], add.bounds[rank + 1]
+        self._buckets = [*_buckets(views, add.bucket)]
         self._of = {id(view): number for number, bucket in enumerate(self._buckets) for view, _ in bucket}
         self._buffers: dict[int, Vector] = {}
         self._missing = [len(bucket) for bucket in self._buckets]
@@ -271,15 +263,14 @@ class GradientBuckets:
     def _sum(self, number: int) -> None:
         self._next = number + 1
         low, part = self._buckets[number][0][1], self._buffer(number)
-        for work in [*_sums(part, low, self._bounds)]:
-            work.wait()
+        self._add(part, low)
         begin, end = max(self._own[0], low), min(self._own[1], low + len(part))
         if begin < end:
             self._into[begin - self._own[0] : end - self._own[0]].add_(part[begin - low : end - low])
         del self._buffers[number]
 
 
-def _buckets(views: Iterable[View]) -> Iterator[list[tuple[View, int]]]:
+def _buckets(views: Iterable[View], elements: int) -> Iterator[list[tuple[View, int]]]:
     """Neighbours, each with its place in the vector, from the end on."""
     placed, at = list[tuple[View, int]](), 0
     for view in views:
@@ -289,7 +280,7 @@ def _buckets(views: Iterable[View]) -> Iterator[list[tuple[View, int]]]:
     for view, low in reversed(placed):
         bucket.insert(0, (view, low))
         size += view.value.numel()
-        if size >= BUCKET_ELEMENTS:
+        if size >= elements:
             yield bucket
             bucket, size = [], 0
     if bucket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import partial
 
 import torch
 
+from node.runtime.notes import warn
 from node.tasks.base import Batch, Step, Task, count_targets, extra, trained
 from node.tasks.bystanders import Bystanders
 from node.tasks.extra import ExtraTensors
@@ -190,7 +190,7 @@ class TaskLearner(StepLearner):
     def _tell_news(self) -> None:
         if self._bystanders:
             for line in self._bystanders.news((*(self._extra_names or ()), *getattr(self._task, "kept", ()))):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
+                warn(line)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
