@@ -51,6 +51,7 @@ def worker_spec(
         devices=devices if len(devices) > 1 else (),
         shard="zero1" if mine.shard == "auto" else mine.shard,
         tensor_parallel=mine.tensor_parallel,
+        offload="" if mine.offload == "none" else mine.offload,
         threads=0 if mine.threads == "auto" else mine.threads,
         peers_here=1 + workers_here(),
         precision=mine.precision,
@@ -79,8 +80,8 @@ def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:
         free -= free % mine.tensor_parallel
         names = tuple(f"cuda:{number}" for number in range(free)) if free > 1 else ()
     names = names or (mine.device,)
-    for key in ("shard", "tensor_parallel") if len(names) == 1 else ():
-        if mine.origins.get(key, "default") != "default" and getattr(mine, key) not in ("auto", 1):
+    for key in ("shard", "tensor_parallel", "offload") if len(names) == 1 else ():
+        if getattr(mine, key) not in ("auto", 1, "none"):
             raise ConfigError(
                 f"{mine.origins[key]}: this peer trains on one device: name several by --devices, or leave it out", key
             )
@@ -90,6 +91,8 @@ def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:
             "give a number that divides theirs",
             "tensor_parallel",
         )
+    if mine.offload == "parameters" and mine.shard != "zero3":
+        raise ConfigError(f"{mine.origins['offload']}: only with --shard zero3", "offload")
     if rows:
         try:
             units(run.recipe.batches, rows, 0, len(names) // mine.tensor_parallel)

@@ -273,6 +273,12 @@ class PeerConfig:
     tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1, "Divide each layer among K devices, by the plan of the model.", metavar="K"
     )
+    offload: Literal["none", "optimizer", "parameters"] = setting(
+        "none",
+        "What several GPUs keep in the memory of the host: the optimiser's state; with zero3 also parameters.",
+        more="It makes steps slower.",
+        metavar="WHAT",
+    )
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = setting(
         "auto", "Training threads: a number, or auto to measure which is fastest.", metavar="N"
     )
