@@ -49,7 +49,7 @@ def worker_spec(
         held_out=sample,
         device=devices[0],
         devices=devices if len(devices) > 1 else (),
-        shard="zero1" if mine.shard == "auto" else mine.shard,
+        shard="zero3" if mine.tensor_parallel > 1 else "zero1" if mine.shard == "auto" else mine.shard,
         tensor_parallel=mine.tensor_parallel,
         offload="" if mine.offload == "none" else mine.offload,
         threads=0 if mine.threads == "auto" else mine.threads,
@@ -85,20 +85,34 @@ def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:
             raise ConfigError(
                 f"{mine.origins[key]}: this peer trains on one device: name several by --devices, or leave it out", key
             )
-    if len(names) % mine.tensor_parallel:
-        raise ConfigError(
-            f"{mine.origins['tensor_parallel']}: {len(names)} devices do not make groups of {mine.tensor_parallel}: "
-            "give a number that divides theirs",
-            "tensor_parallel",
-        )
-    if mine.offload == "parameters" and mine.shard != "zero3":
-        raise ConfigError(f"{mine.origins['offload']}: only with --shard zero3", "offload")
+    _check_division(mine, names)
     if rows:
         try:
             units(run.recipe.batches, rows, 0, len(names) // mine.tensor_parallel)
         except RanksError as error:
             raise ConfigError(str(error), "devices") from None
     return names
+
+
+def _check_division(mine: PeerConfig, names: tuple[str, ...]) -> None:
+    """Settings of several devices that contradict each other (ConfigError)."""
+    if mine.offload != "none" and names[0] == "cpu":
+        raise ConfigError(f"{mine.origins['offload']}: on the CPU all memory is the host's: leave it out", "offload")
+    if mine.offload == "parameters" and mine.shard != "zero3":
+        raise ConfigError(
+            f"{mine.origins['offload']}: only --shard zero3 keeps parameters on the host: give it", "offload"
+        )
+    if mine.tensor_parallel > 1 and mine.shard in ("zero1", "zero2"):
+        raise ConfigError(
+            f"{mine.origins['shard']}: beside tensor parallel the parameters are divided, too: give --shard zero3",
+            "shard",
+        )
+    if len(names) % mine.tensor_parallel:
+        raise ConfigError(
+            f"{mine.origins['tensor_parallel']}: {len(names)} devices do not make groups of {mine.tensor_parallel}: "
+            "give a number that divides theirs",
+            "tensor_parallel",
+        )
 
 
 def visible_gpus() -> int:
