@@ -43,6 +43,8 @@ LAST_WORDS_SECONDS = 1.0
 """Time for the line of a rank that fails to reach rank 0, whose collective fails at the same moment."""
 _SETTLE_SECONDS = 0.1
 """When a rank is killed, the collectives of the others fail: their lines may come first, and are not the cause."""
+_DEATH_SECONDS = 0.2
+"""After rank 0's death the kernel kills a rank within this time, which then reports no failure of its own."""
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -227,6 +229,7 @@ def _run_rank(
                 run(group, link.makefile("rb"))
                 code = 0
             except BaseException as error:  # noqa: BLE001 - a rank's boundary: whatever it is, rank 0 has to know
+                time.sleep(_DEATH_SECONDS)
                 refused = isinstance(error, ValueError) and not group.has_begun
                 word, why = ("refused", first_line(error)) if refused else ("failed", report(error, set()))
                 link.sendall(json.dumps({word: why}).encode() + b"\n")
