@@ -91,7 +91,11 @@ def test_devices_are_named_counted_or_all(
         ({}, {"shard": "zero2"}, "flag --shard: this peer trains on one device: name several by --devices"),
         ({}, {"tensor_parallel": 2}, "flag --tensor-parallel: this peer trains on one device"),
         ({}, {"offload": "optimizer"}, "flag --offload: this peer trains on one device"),
-        ({}, {"offload": "parameters", "ranks": 2}, "flag --offload: only with --shard zero3"),
+        (
+            {},
+            {"offload": "parameters", "ranks": 2},
+            "flag --offload: only --shard zero3 keeps parameters on the host: give it",
+        ),
         ({}, {"ranks": 2, "device": "mps"}, "mps is one device: leave --ranks out, or give --device cpu"),
         ({}, {"ranks": 2, "device": "cuda"}, "2 ranks, and this machine has 1 GPU that this build of torch can use"),
         ({}, {"ranks": 9, "device": "cpu"}, "9 devices, and a step has 1 batch of 8 rows: give fewer devices, or "),
