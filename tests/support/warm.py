@@ -188,14 +188,14 @@ class WarmForkServer(ForkServer):
 
 
 @asynccontextmanager
-async def forked_workers() -> AsyncIterator[ForkServer]:
-    """Have the workers of this process forked, as a peer has: PyTorch takes seconds to load."""
+async def forked_workers(*modules: str) -> AsyncIterator[ForkServer]:
+    """Have the workers of this process forked, as a peer has: PyTorch and these modules take seconds to load."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     before = ForkServer.here
     with ours:
         with theirs:
-            pid = server().fork({}, os.environ, [theirs.fileno()])
+            pid = server(*modules).fork({}, os.environ, [theirs.fileno()])
         here = ForkServer.here = WarmForkServer(ours, pid)
         try:
             yield here

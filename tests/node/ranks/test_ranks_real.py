@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -150,32 +150,38 @@ class Apart:
 
 
 def is_statistic(name: str) -> bool:
-    """Of BatchNorm. Each rank has its own, of its own batches, and their mean counts."""
+    """Of BatchNorm. The mean of the ranks' own counts, which follows the data more slowly."""
     return "running" in name or "tracked" in name
 
 
 TASKS = ("gpt-adamw", "gpt-muon", "own", "qwen3 lora", "qwen3 full", "llama full", "gpt2 full")
-DIVISIONS = [f"{shard} x{ranks}" for shard in ("zero1", "zero2", "zero3") for ranks in (2, 3, 4)]
-PARALLEL = ["tensor parallel x2", "tensor parallel x4"]
+ANY = [
+    ("zero1 x2", "apart"),
+    ("zero1 x3", "shared"),
+    ("zero1 x4", "apart"),
+    ("zero2 x2", "shared"),
+    ("zero2 x4", "apart"),
+]
 SHORT = [("gpt-adamw", "zero1 x2", "shared"), ("own", "zero2 x3", "apart")]
 ALL = [
-    *product(TASKS, DIVISIONS[:6], ("shared", "apart")),
-    *product([each for each in TASKS if each != "own"], DIVISIONS[6:], ("apart",)),
-    *product(("gpt-adamw", "qwen3 full", "llama full"), PARALLEL, ("apart",)),
+    *((task, *how) for task, how in product(TASKS, ANY)),
+    *product([each for each in TASKS if each != "own"], ("zero3 x2", "zero3 x3"), ("apart",)),
+    *product(("gpt-adamw", "qwen3 full", "llama full"), ("tensor parallel x2", "tensor parallel x4"), ("apart",)),
 ]
 
 
 @pytest.mark.parametrize("task, division, where", [*SHORT, *long(*(each for each in ALL if each not in SHORT))])
 async def test_ranks_compute_what_one_process_does(
-    task: str, division: str, where: str, models: Callable[[str], Path], compute: ThreadCompute, tmp_path: Path
+    task: str, division: str, where: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     tolerance = MUON_TOLERANCE if "muon" in task else TOLERANCE
     one_spec = spec_of(task, models)
     has_statistics = task == "own"
-    with ExitStack() as stack:
-        if where == "apart":
-            stack.enter_context(worker_program("tests.gpu.ranks", "node.ranks.worker"))
+    loaded = () if (task, division, where) in SHORT else ("node.ranks.dtensors", "node.tasks.hf.task")
+    with worker_program("tests.gpu.ranks", "node.ranks.worker") if where == "apart" else nullcontext():
         async with (
+            warm.forked_workers(*loaded),
+            ThreadCompute() as compute,
             RemoteTrainer(one_spec, compute) as one,
             RemoteTrainer(grouped(one_spec, division), compute) as group,
         ):
@@ -191,7 +197,7 @@ async def test_ranks_compute_what_one_process_does(
                 other = await vector(group)
                 assert found.of(other, lambda name: not is_statistic(name)) <= tolerance
                 if has_statistics:
-                    assert 0 < found.of(other, is_statistic, begun=0.0) < 0.3
+                    assert 0 < found.of(other, is_statistic, begun=0.0) < 0.5
                 # Each continues with the parameters and the optimiser's state of the other.
                 begun = found.whole
                 await one.save(path)
