@@ -20,6 +20,7 @@ from protocols.sync.requests import (
 )
 from tests.support.simulated import simulated
 from tests.support.sync_cluster import OUTER, TOKENS, SyncCluster
+from tests.support.waiting import now
 
 ANNA, BERT, CLEO, DORA, EMIL = (Member(name) for name in ("anna", "bert", "cleo", "dora", "emil"))
 ALL = "anna bert cleo dora emil"
@@ -177,6 +178,20 @@ async def test_means_leading_to_wrong_state_are_discarded(world: SyncCluster) ->
     cleo.outer_loop.state.outer = Wrong(0.7, 0.9)
     report = await cleo.catch_up()
     assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
+
+
+@simulated(swarm)
+async def test_a_third_of_the_time_is_for_the_proof(world: SyncCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endless proof leaves the rest for the state."""
+    await asyncio.sleep(1000)
+    limits, cleo = list[float](), world.peers["cleo"]
+
+    async def unproven(until: float) -> None:
+        limits.append(until - now())
+
+    monkeypatch.setattr(cleo.sync, "better", unproven)
+    await cleo.catch_up(600)
+    assert limits == [pytest.approx(200)]
 
 
 # -- healing ----------------------------------------------------------------------------------------------------------
