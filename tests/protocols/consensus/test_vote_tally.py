@@ -53,3 +53,13 @@ def test_successors_may_fork_from_configured_count(fork_peers: int, enough: int)
     successors = [replace(member, incarnation=1) for member in ROSTER]
     assert [tally.may_fork(successors[:count]) for count in range(4)] == [count >= enough for count in range(4)]
     assert not tally.may_fork([successors[0], ROSTER[1]]) and not tally.may_fork([*successors, Member("x", 1)])
+
+
+def test_former_members_that_are_gone_own_ballots_in_turn() -> None:
+    """Besides the members: else a silent one would keep the others from a fork."""
+    gone = tuple(Member(f"f{index}") for index in range(3))
+    tally = VoteTally(KEY, ROSTER, Seal("f0"), former=((*ROSTER, *gone), gone))
+    owners = [[each.peer for each in (*ROSTER, *gone) if tally.owns(ballot, each.peer)] for ballot in range(6)]
+    members, others = zip(*owners, strict=True)
+    assert sorted(members) == sorted(2 * [each.peer for each in ROSTER]) and members[:3] == members[3:]
+    assert sorted(others) == sorted(2 * [each.peer for each in gone]) and others[:3] == others[3:]
