@@ -49,7 +49,7 @@ def worker_spec(
         held_out=sample,
         device=devices[0],
         devices=devices if len(devices) > 1 else (),
-        shard="zero3" if mine.tensor_parallel > 1 else "zero1" if mine.shard == "auto" else mine.shard,
+        shard="zero3" if mine.tensor_parallel > 1 else mine.shard if len(devices) > 1 else "zero1",
         tensor_parallel=mine.tensor_parallel,
         offload="" if mine.offload == "none" else mine.offload,
         threads=0 if mine.threads == "auto" else mine.threads,

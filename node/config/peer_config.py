@@ -267,7 +267,7 @@ class PeerConfig:
     shard: Literal["auto", "zero1", "zero2", "zero3"] = setting(
         "auto",
         "What several devices divide: zero1 the optimiser's state, zero2 also gradients, zero3 also parameters.",
-        more="auto is zero1.",
+        more="auto is the first of these that fits into the memory of each device.",
         metavar="NAME",
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(

@@ -174,6 +174,11 @@ class RankGroup:
         dist.all_reduce(held)
         return [float(each) for each in held.tolist()]
 
+    def least(self, number: int) -> int:
+        held = torch.tensor(number)
+        dist.all_reduce(held, dist.ReduceOp.MIN)
+        return int(held)
+
     def backends(self) -> dict[str, Any]:
         """Process groups by their backend's name; all ranks call it together."""
         if not self._has_nccl:
@@ -189,6 +194,11 @@ class RankGroup:
 
 def _name(rank: int, size: int) -> str:
     return f"rank {rank} of {size}"
+
+    def least(self, number: int) -> int:
+        held = torch.tensor(number)
+        dist.all_reduce(held, dist.ReduceOp.MIN)
+        return int(held)
 
     def backends(self) -> dict[str, Any]:
         """Process groups by their backend's name; all ranks call it together."""

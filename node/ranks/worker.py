@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 import torch
 
 from node.ranks.group import RankGroup, carry_out
+from node.ranks.memory import choice
 from node.ranks.zero import ZeroLearner
 from node.runtime import tensors
-from node.runtime.notes import note
-from node.tasks.base import Step
+from node.runtime.notes import note, warn
+from node.tasks.base import Step, Task
+from node.tasks.hf.memory import available_bytes
+from node.tasks.recipe import Recipe
 from node.tasks.spec import WorkerSpec
 from node.training import worker
 from node.training.build import Job, MakeLearner, build, device_of
@@ -34,6 +37,7 @@ from protocols.base import Layout, Vector
 if TYPE_CHECKING:
     from node.ranks.dtensors import ShardedLearner
 
+CPU = torch.device("cpu")
 RankLearner: TypeAlias = "ZeroLearner | ShardedLearner"
 
 
@@ -44,24 +48,47 @@ class Rank:
         self._spec, self._group = spec, group
         self._device = device_of(spec.devices[group.rank])
         group.meet(self._device, shares=len({*spec.devices}) < len(spec.devices))
-        self._is_divided = spec.shard == "zero3" or spec.tensor_parallel > 1
-        if self._is_divided:
-            from node.ranks.dtensors import ShardedLearner, make_mesh  # FSDP takes seconds to import
-
-            mesh = make_mesh(group, spec.tensor_parallel)
-            self._make: MakeLearner = partial(ShardedLearner, group=group, mesh=mesh, offload=spec.offload)
-        else:
-            self._make = partial(
-                ZeroLearner, group=group, keeps_gradients=spec.shard == "zero1", offload=bool(spec.offload)
-            )
+        self._make: MakeLearner = self._choose
 
     def command(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self if hasattr(Rank, name) else self.learner, name)
         return found
 
+    def divide(self, shard: str) -> None:
+        """All ranks call it together."""
+        spec, group, self.shard = self._spec, self._group, shard
+        if shard == "zero3":
+            from node.ranks.dtensors import ShardedLearner, make_mesh  # FSDP takes seconds to import
+
+            mesh = make_mesh(group, spec.tensor_parallel)
+            self._make = partial(ShardedLearner, group=group, mesh=mesh, offload=spec.offload)
+        else:
+            keeps = shard == "zero1"
+            self._make = partial(ZeroLearner, group=group, keeps_gradients=keeps, offload=bool(spec.offload))
+
+    def free_bytes(self) -> int:
+        """The least that a rank may take. All ranks call it together."""
+        mine = available_bytes(self._group.device) // self._spec.devices.count(self._spec.devices[self._group.rank])
+        return self._group.least(mine)
+
+    def _choose(self, task: Task, recipe: Recipe, **more: Any) -> Any:
+        """Rank 0 knows the model, and decides how it is divided. Then it makes the learner."""
+        spec, group = self._spec, self._group
+        group.tell_all("free_bytes")
+        chosen = choice(task, spec, self.free_bytes(), is_shared=group.device == CPU, is_fresh=group.founds)
+        if group.founds:
+            (note if chosen.fits else warn)(chosen.line)
+        group.tell_all("divide", shard=chosen.shard)
+        self.divide(chosen.shard)
+        if chosen.shard != "zero3" and hasattr(task, "device"):  # else it is divided first, or a user's own
+            task.module.to(group.device)
+            task.device = group.device
+        return self._make(task, recipe, **more)
+
     def build(self, resume: bool) -> None:
-        spec = replace(self._spec, device=self._spec.devices[self._group.rank])
-        self.job = build(spec, self._group.allocate, resume, self._make, on_cpu=self._is_divided)
+        spec, is_first = replace(self._spec, device=self._spec.devices[self._group.rank]), not self._group.rank
+        on_cpu = is_first or self.shard == "zero3"  # rank 0 does not know yet how the model is divided
+        self.job = build(spec, self._group.allocate, resume, self._make, on_cpu=on_cpu)
         self.learner: RankLearner = self.job.learner  # type: ignore[assignment]
 
     def begin(self, layout: list[list[tuple[str, list[int]]]]) -> None:
@@ -172,7 +199,7 @@ class RankedWorker(Worker):
         learner = GroupLearner(group, own)
         learner.everywhere("begin", layout=own.learner.layout.fragments)
         if not resume:
-            note(f"{spec.ranks} ranks train together ({spec.shard}), on {_listed(spec.devices)}")
+            note(f"{spec.ranks} ranks train together ({own.shard}), on {_listed(spec.devices)}")
         if own.job.check_first_loss:
             own.job.check_first_loss(learner.evaluate())
         job = replace(own.job, learner=learner, generate=learner.generate if own.job.generate else None)

@@ -76,7 +76,7 @@ class WorkerSpec:
     held_out: Path | None = None  # the run's evaluation sample; None: a part of this peer's own text, as a founder does
     device: str = "auto"  # "auto" uses cuda or mps if available
     devices: tuple[str, ...] = ()  # of several ranks (`node.ranks`), in place of `device`
-    shard: str = "zero1"  # how several ranks divide the training
+    shard: str = "zero1"  # how several ranks divide the training; "auto": by what fits
     tensor_parallel: int = 1  # ranks among which each layer is divided
     offload: str = ""  # what several ranks keep on the host: "optimizer" or, with zero3, "parameters" as well
     threads: int = 0  # for computation; 0: measure, starting with this worker's share of the cores
@@ -92,7 +92,7 @@ class WorkerSpec:
         require(self, "threads", lambda value: value >= 0, "0 or more")
         require(self, "peers_here", lambda value: value >= 1, "at least 1")
         require(self, "nice", lambda value: 0 <= value <= 19, "0 to 19")
-        for name, words in (("precision", PRECISIONS), ("shard", SHARDS)):
+        for name, words in (("precision", PRECISIONS), ("shard", ("auto", *SHARDS))):
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, not {getattr(self, name)!r}")
 

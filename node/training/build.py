@@ -121,6 +121,7 @@ def _build_hf(
         checkpointing=spec.checkpointing,
         seed=spec.stream_seed,
         step_batches=spec.recipe.batches,
+        ranks=spec.ranks,
     )
     torch.manual_seed(spec.stream_seed)  # of dropout, in which peers should differ
     learner = make(task, spec.recipe, seed=spec.stream_seed, resume=resume, autocast=autocast)

@@ -132,6 +132,11 @@ def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: 
             copied += parameter.numel() * _EVALUATION_BYTES
         else:
             frozen += parameter.numel() * parameter.element_size()
+    return MemoryNeed(frozen, trained, activation_bytes(module, settings, checkpointing, on_cpu, copied))
+
+
+def activation_bytes(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: bool, copied: int = 0) -> int:
+    """Kept for the backward pass, and the logits; or, if that is more, `copied` and the logits for an evaluation."""
     logits = 4 * settings.rows * settings.context * int(module.config.vocab_size)
     saved = saved_bytes(module, settings)
     small, large = _in_blocks(saved.layers)
@@ -142,7 +147,7 @@ def memory_need(module: Any, settings: HfSettings, checkpointing: bool, on_cpu: 
     rest_small, rest_large = _in_blocks([*saved.rest, logits, logits])
     heap = (_HEAP_FACTOR if on_cpu else 1) * (small + rest_small)
     _, evaluation = _in_blocks([copied, logits, logits])
-    return MemoryNeed(frozen, trained, heap + max(large + rest_large, evaluation))
+    return heap + max(large + rest_large, evaluation)
 
 
 def _in_blocks(sizes: Iterable[int]) -> tuple[int, int]:

@@ -24,10 +24,10 @@ from node.tasks.hf.adapters import tell_frozen_experts
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import SAMPLE_BYTES, Document, Sample, document_of, read_documents
 from node.tasks.hf.data_set import find_data_set, is_streamed
-from node.tasks.hf.memory import tell_memory
+from node.tasks.hf.memory import activation_bytes, tell_memory
 from node.tasks.hf.model import LoadedModel, checkpoint_activations, load_model, load_tokenizer, loss_of
 from node.tasks.hf.rows import MASKED, PreparedData, RowCounts, Rows, prepare, rows_of
-from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins
+from node.tasks.hf.settings import NO_HELD_OUT, HfSettings, HfValues, ModelError, ModelPins, foreign
 from node.tasks.hf.source import find_model, template_digest, tokenizer_digest
 from node.tasks.hf.streamed import StreamedRows
 
@@ -60,6 +60,11 @@ class HfTask:
 
     def trained(self) -> Iterable[tuple[str, nn.Parameter]]:
         return unfrozen(self.module)
+
+    def activation_bytes(self, checkpointing: bool, on_cpu: bool) -> int:
+        """What a batch needs beside the parameters, as `node.ranks.memory` asks."""
+        with foreign("it is not known how much memory a batch needs"):
+            return activation_bytes(self.module, self._settings, checkpointing, on_cpu)
 
     def tensor_parallel_plan(self, ranks: int) -> Mapping[str, str]:
         """The model's own plan, by its names in the module; ValueError if it has none, or cannot be divided so."""
@@ -197,11 +202,13 @@ def make_task(
     checkpointing: bool,
     seed: int,
     step_batches: int,
+    ranks: int = 1,
 ) -> HfTask:
     """Load the model, prepare the data and the held-out rows."""
     settings, machine = values.settings, values.machine
     files = None if is_streamed(data.place) else select(data.place)  # before the model, which takes longer
-    look = partial(tell_memory, values, device, checkpointing)
+    # Several ranks tell it themselves, because it depends on how they divide the training.
+    look = partial(tell_memory, values, device, checkpointing) if ranks == 1 else lambda _: None
     loaded = load_model(machine.model, settings, values.pins, device, dtype, look, machine.template)
     if settings.train == "lora":
         tell_frozen_experts(loaded.module, loaded.pins.targets)

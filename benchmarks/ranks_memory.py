@@ -1,0 +1,215 @@
+"""Memory of the ranks of one worker, beside what `node.ranks.memory` computes.
+
+    python -m benchmarks.ranks_memory [NAME ...] [--json FILE]      # NAME: cpu-zero1-2, device-zero3-4, cpu-tp-2, ...
+
+A model of 24 million parameters is trained on one device and on several, with short rows: what is measured are the
+tensors of the parameters, and hardly any activations. "cpu" are ranks on the CPU. "device" are the same with vectors
+of their own, as on a GPU, so that the memory of the process is that of the GPU.
+
+Each process's own memory (private and anonymous) is read after a step, after a command that puts the outer parameters
+in place, and all the time for the peak while the ranks build. What a model of 20 thousand parameters takes is taken
+away: it is that of the libraries. What all share is counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from node.runtime.compute import ThreadCompute
+from node.tasks.gpt_presets import GptConfig
+from node.tasks.recipe import Recipe
+from node.tasks.spec import GptValues, WorkerSpec
+from node.training import process
+from node.training.remote import RemoteTrainer
+from protocols.base import LocalProgress, RoundKey
+
+RECIPE = Recipe(3, 1, 1e-3, 0.9, 0.5, warmup_steps=1, batches=4)
+SHAPE = GptConfig(layers=8, width=512, heads=8, context=16)
+SMALL = replace(SHAPE, width=16, layers=2, heads=2)
+READ_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    place: str  # cpu or device
+    shard: str  # one, zero1, zero2, zero3, tp
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}-{self.shard}-{self.ranks}"
+
+    def spec(self, shape: GptConfig, data: Path) -> WorkerSpec:
+        devices = ("cpu",) * self.ranks if self.ranks > 1 else ()
+        spec = WorkerSpec(GptValues(shape, rows=1), RECIPE, 3, data=data, threads=1, device="cpu", devices=devices)
+        if self.shard == "tp":
+            return replace(spec, shard="zero3", tensor_parallel=self.ranks, precision="float32")
+        return replace(spec, shard="zero1" if self.shard == "one" else self.shard, precision="float32")
+
+
+CASES = [
+    Case(place, shard, ranks)
+    for place in ("cpu", "device")
+    for shard, counts in (("one", (1,)), ("zero1", (2, 4)), ("zero2", (2, 4)), ("zero3", (2, 4)), ("tp", (2,)))
+    for ranks in counts
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes, of rank 0 and of the largest of the others, or of all together."""
+
+    first: int = 0
+    others: int = 0
+    total: int = 0
+
+    def above(self, base: Memory, per: int) -> list[float]:
+        return [round((getattr(self, name) - getattr(base, name)) / per, 2) for name in self.__slots__]
+
+
+def read(pids: list[int]) -> Memory:
+    own = [_own(pid) for pid in pids]
+    return Memory(own[0], max(own[1:], default=0), sum(own))
+
+
+def _own(pid: int) -> int:
+    """Bytes that only this process has, or its share of what a fork shares; not what is mapped from files."""
+    lines = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return int(lines["Pss_Anon"].split()[0]) * 1024
+
+
+def shared(pid: int) -> int:
+    """Bytes of the shared vectors that are in memory, counted once."""
+    return sum(each.rss for each in psutil.Process(pid).memory_maps() if "memfd:starling" in each.path)
+
+
+class Watch:
+    """Reads the peak of the memory of this process's workers, all together and the largest."""
+
+    def __init__(self) -> None:
+        self.peak, self._is_over = Memory(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                now = read(worker_pids())
+                self.peak = Memory(*(max(pair) for pair in zip(_values(self.peak), _values(now), strict=True)))
+            except (OSError, KeyError, IndexError, psutil.Error):
+                pass
+            time.sleep(READ_SECONDS)
+
+
+def _values(memory: Memory) -> tuple[int, int, int]:
+    return memory.first, memory.others, memory.total
+
+
+def worker_pids() -> list[int]:
+    """The worker, which is rank 0, and then its other ranks."""
+    for each in psutil.Process().children(recursive=True):
+        line = each.cmdline()
+        if any(part.endswith("worker") or part.endswith("ranks") for part in line) and "-m" in line:
+            return [each.pid, *(child.pid for child in each.children())]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    elements: int
+    after_step: Memory
+    peak_building: Memory
+    peak_training: Memory
+    peak_evaluating: Memory
+    shared: int
+
+
+async def measure(spec: WorkerSpec) -> Found:
+    async with ThreadCompute() as compute:
+        with Watch() as building:
+            trainer = RemoteTrainer(spec, compute)
+            await trainer.__aenter__()
+        try:
+            with Watch() as training:
+                cut, done = asyncio.Event(), asyncio.Event()
+                key = RoundKey(bytes(32), "run", bytes(32), 0)
+
+                def look(progress: LocalProgress) -> None:
+                    if progress.complete:
+                        done.set()
+
+                task = asyncio.create_task(trainer.train(key, cut, look, surplus=False))
+                await done.wait()
+                cut.set()
+                await task
+            after = read(worker_pids())
+            with Watch() as evaluating:
+                await trainer.evaluate()
+            elements = sum(trainer.layout.sizes())
+            return Found(elements, after, building.peak, training.peak, evaluating.peak, shared(worker_pids()[0]))
+        finally:
+            await trainer.__aexit__(None, None, None)
+
+
+@contextmanager
+def vectors(place: str) -> Iterator[None]:
+    """`device`: workers whose vectors lie apart from the shared ones, as on a GPU."""
+    usual = process._program
+    if place == "device":
+        process._program = lambda spec: "tests.gpu.ranks" if spec.ranks > 1 else "tests.gpu.worker"
+    try:
+        yield
+    finally:
+        process._program = usual
+
+
+def run(case: Case) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder, vectors(case.place):
+        data = Path(folder, "text")
+        data.write_bytes(bytes(range(32, 127)) * 2000)
+        base = asyncio.run(measure(case.spec(SMALL, data)))
+        found = asyncio.run(measure(case.spec(SHAPE, data)))
+    per = found.elements - base.elements
+    each = {
+        name: getattr(found, name).above(getattr(base, name), per)
+        for name in ("after_step", "peak_building", "peak_training", "peak_evaluating")
+    }
+    return {"case": case.name, "elements": found.elements, **each, "shared": round(found.shared / found.elements, 2)}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Memory of ranks.")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    found = []
+    for case in CASES:
+        if not given.names or case.name in given.names:
+            found.append(run(case))
+            print(found[-1], flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
