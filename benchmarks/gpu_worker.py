@@ -42,6 +42,8 @@ def memory() -> dict[str, int | None]:
 
 
 class MeasuredWorker(Worker):
+    """Has commands that measure it, too."""
+
     def do_memory(self) -> dict[str, int | None]:
         return memory()
 

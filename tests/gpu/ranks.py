@@ -9,9 +9,14 @@ from node.training import worker
 from tests.gpu.worker import keep_vectors_apart
 
 
-def main(arguments: list[str]) -> int:
-    ranked.device_of = lambda name: "cpu:0" if name == "cpu" else name
+def keep_vectors_of_ranks_apart() -> None:
     keep_vectors_apart()
+    usual = ranked.device_of
+    ranked.device_of = lambda name: "cpu:0" if name == "cpu" else usual(name)
+
+
+def main(arguments: list[str]) -> int:
+    keep_vectors_of_ranks_apart()
     return worker.main(arguments, ranked.RankedWorker)
 
 
