@@ -74,7 +74,9 @@ def text(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def trainer(spec: WorkerSpec) -> AsyncIterator[RemoteTrainer]:
     async with AsyncExitStack() as stack:
-        if spec.device == "cpu":
+        if spec.device == "cpu" and spec.ranks > 1:
+            stack.enter_context(worker_program("tests.gpu.ranks", "node.ranks.worker"))
+        elif spec.device == "cpu":
             stack.enter_context(worker_program("tests.gpu.worker"))
         compute = await stack.enter_async_context(ThreadCompute())
         yield await stack.enter_async_context(RemoteTrainer(spec, compute))
@@ -299,3 +301,27 @@ def test_two_peers_on_one_device_agree(text: Path, tmp_path: Path) -> None:
     found = json.loads(said[said.index("{") :])
     assert found["agree"] and found["rounds"] == 3 and found["loss_last"] < found["loss_first"]
     assert all(each["tokens"] > 0 for each in found["peers"])
+
+
+@pytest.mark.parametrize("offload", ["", "optimizer"])
+@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3"])
+def test_two_ranks_on_one_device_compute_what_one_does(text: Path, shard: str, offload: str) -> None:
+    single = replace(gpt(DEVICE, text, inner_optimizer="adamw"), device=DEVICE)
+    spec = replace(single, devices=(DEVICE, DEVICE), shard=shard, offload=offload)
+
+    async def test() -> None:
+        async with trainer(spec) as found:
+            begin = await vector(found)
+            work = await trained(found)
+            after = await vector(found)
+            await found.write(after, anchor=begin)
+            assert torch.equal(await vector(found), after), "the vectors come back as they were"
+            local = on_the_cpu(single)
+            local.begin(0)
+            for _ in range(STEPS):
+                local.step()
+            moved = local.learner.vector - local.anchor
+            assert work.tokens == STEPS * STEP_TOKENS
+            assert float((after - begin - moved).norm()) <= 2e-3 * float(moved.norm())
+
+    within(SLOW_SECONDS, test)
