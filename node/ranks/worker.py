@@ -91,6 +91,13 @@ class Rank:
         self.job = build(spec, self._group.allocate, resume, self._make, on_cpu=on_cpu)
         self.learner: RankLearner = self.job.learner  # type: ignore[assignment]
 
+    def build_in_turn(self, at_once: int) -> None:
+        """Of ranks 1 and up, so many at a time."""
+        for first in range(1, self._group.size, at_once):
+            if first <= self._group.rank < first + at_once:
+                self.build(resume=True)
+            self._group.total(0.0)  # these are built
+
     def begin(self, layout: list[list[tuple[str, list[int]]]]) -> None:
         mine = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in layout))
         if mine != self.learner.layout:
@@ -195,8 +202,10 @@ class RankedWorker(Worker):
         own = Rank(spec, group)
         own.build(resume)
         shared = group.shared(sum(own.learner.layout.sizes()))
-        group.tell_all("build", resume=True)
         learner = GroupLearner(group, own)
+        # Each may hold the whole model on the CPU while it builds.
+        at_once = available_bytes(CPU) // (2 * 4 * sum(own.learner.layout.sizes()))
+        learner.everywhere("build_in_turn", at_once=max(1, at_once))
         learner.everywhere("begin", layout=own.learner.layout.fragments)
         if not resume:
             note(f"{spec.ranks} ranks train together ({own.shard}), on {_listed(spec.devices)}")
