@@ -208,7 +208,7 @@ async def test_ranks_compute_what_one_process_does(
                 for each in (one, group):
                     await each.write(begun)
             assert torch.equal(await vector(group), begun)
-            assert await group.evaluate() == await one.evaluate()
+            assert await group.evaluate() == pytest.approx(await one.evaluate(), rel=1e-6)
             if task != "own":
                 assert await group.generate(b"1. Ann", 4) == await one.generate(b"1. Ann", 4)
             assert group.restarts == one.restarts == 0
