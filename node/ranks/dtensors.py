@@ -111,7 +111,11 @@ class ShardedLearner(StepLearner):
         if scalars := [name for name, parameter in parameters if not parameter.dim()]:
             raise RanksError(f"parameter {scalars[0]} has no dimension to divide: --shard zero2")
         self._units = units(
-            recipe.batches, getattr(task, "rows", None), mesh[DATA].get_local_rank(), mesh[DATA].size(), True
+            recipe.batches,
+            getattr(task, "independent_rows", None),
+            mesh[DATA].get_local_rank(),
+            mesh[DATA].size(),
+            even=True,
         )
         self.layout = self.trained_layout = layout_of(parameters)
         require_matrices(self.layout, recipe)

@@ -169,7 +169,7 @@ def choose(needs: Mapping[str, int], free: int, advice: str = "") -> Choice:
 def choice(task: Task, spec: WorkerSpec, free: int, *, is_shared: bool, is_fresh: bool) -> Choice:
     """How to divide the training of a task, with `free` bytes for each rank; `is_fresh`: nothing is shared yet."""
     groups = spec.ranks // spec.tensor_parallel  # that share the microbatches of a step
-    parts = -(-groups // spec.recipe.batches) if getattr(task, "rows", None) else 1
+    parts = -(-groups // spec.recipe.batches) if getattr(task, "independent_rows", None) else 1
     model = model_of(task, spec.recipe.inner_optimizer, spec.checkpointing, parts, is_shared)
     shards: tuple[str, ...] = (spec.shard,) if spec.shard != "auto" else AUTOMATIC
     if spec.tensor_parallel > 1:

@@ -51,7 +51,8 @@ class ZeroLearner(TaskLearner):
         autocast: torch.dtype | None = None,
     ) -> None:
         self._group, self._keeps_gradients, self._offload = group, keeps_gradients, offload
-        self._units = units(recipe.batches, getattr(task, "rows", None), group.rank, group.size, not keeps_gradients)
+        rows = getattr(task, "independent_rows", None)
+        self._units = units(recipe.batches, rows, group.rank, group.size, even=not keeps_gradients)
         self.is_shared = group.device == torch.device("cpu")  # and not cpu:0, with which tests stand for a GPU
         super().__init__(
             task,

@@ -49,8 +49,8 @@ class Task(Protocol):
     - `targets(batch)` returns the number of a batch's targets; without it, the number of elements of its last tensor.
     - `extra()` returns the names of other tensors of the module that training changes and peers average
       (`node.tasks.extra`); without it, in a user's own task, those that the try-out sees change.
-    - `rows` is the number of rows of each batch, if the loss is a mean over its targets and no row depends on another:
-      several devices may share one batch then (`node.ranks`). All tensors of a batch have the rows first.
+    - `independent_rows` is the number of rows of each batch, if the loss is a mean over targets and no row depends on
+      another: several devices may share one batch then (`node.ranks`). All tensors of a batch have the rows first.
     - `timeout_seconds` is how long its worker may show no sign of work (`node.training.liveness`).
     """
 

@@ -179,7 +179,7 @@ class GptTask:
     def __init__(self, preset: Preset, text: Text, seed: int = 0, device: str = "cpu") -> None:
         self.module = Gpt(preset.shape, seed).to(device)
         self.device = device
-        self.rows, self._width = preset.rows, preset.shape.context + 1
+        self.independent_rows, self._width = preset.rows, preset.shape.context + 1
         self._text = text
         text.require(self._width)
 
@@ -194,7 +194,7 @@ class GptTask:
 
     def batch(self, seed: int, position: int) -> Batch:
         """Inputs and targets, each int64 (rows, context)."""
-        windows = self._text.windows(seed, position, self.rows, self._width)
+        windows = self._text.windows(seed, position, self.independent_rows, self._width)
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,14 @@ class OwnTask:
             raise self._fault(f"timeout_seconds must be a positive number, not {seconds!r}")
         return float(seconds)
 
+    @property
+    def independent_rows(self) -> int | None:
+        """Rows of each batch that several devices may share; None: a batch is not divided."""
+        rows = getattr(self._task, "independent_rows", None)
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise self._fault(f"independent_rows must be a whole number of at least 1, not {rows!r}")
+        return rows
+
     def batch(self, seed: int, position: int) -> Batch:
         with blamed(self.name, "batch()"):
             return self._task.batch(seed, position)
@@ -114,6 +122,8 @@ class OwnTask:
                 raise self._fault(
                     "batch() gave different batches for the same seed and position: it must depend on nothing else"
                 )
+            if (rows := self.independent_rows) and any(not each.dim() or len(each) != rows for each in batch):
+                raise self._fault(f"independent_rows is {rows}, and the tensors of a batch must have as many rows")
             if (count := self.targets(batch)) < 0:
                 raise self._fault(f"targets() must return a number of targets, not {count}")
             found = _tried(self, batch, training)

@@ -53,7 +53,7 @@ class HfTask:
     ) -> None:
         self.module: nn.Module = loaded.module
         self.held_out, self.pins = held_out, loaded.pins
-        self._tokenizer, self._settings, self.rows = loaded.tokenizer, settings, settings.rows
+        self._tokenizer, self._settings, self.independent_rows = loaded.tokenizer, settings, settings.rows
         self._rows, self._evaluated, self._prompt = rows, evaluated, prompt
         self.device = next(self.module.parameters()).device
         self._call: Any = torch.compile(self.module) if is_compiled else self.module  # in training
