@@ -64,7 +64,7 @@ def task(tmp_path: Path) -> GptTask:
 
 def test_activations_of_gpt_grow_with_its_rows(task: GptTask) -> None:
     before = activation_bytes(task, False, False)
-    task.rows = 4
+    task.independent_rows = 4
     assert 1.9 * before < activation_bytes(task, False, False) <= 2 * before
     assert task.loss(*task.batch(0, 0)).isfinite()  # the task is as it was
 

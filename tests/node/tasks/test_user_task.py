@@ -158,7 +158,7 @@ def test_missing_task_or_factory_gives_one_line_error(name: str, words: str, cap
         (("nn.Linear(width, 1)", "nn.Linear(width, 1).requires_grad_(False)"), "the module has no parameters to train"),
         (("    def eval", "    def trained(self): return [('w', torch.ones(1).int())]\n    def eval"), "parameter w"),
         (("    def eval", "    def targets(self, batch): return -1\n    def eval"), "targets() must return"),
-        (("    def eval", "    independent_rows = 99\n    def eval"), "independent_rows is 99, and the tensors of a batch"),
+        (("    def eval", "    independent_rows = 99\n    def eval"), "independent_rows is 99, and the"),
         (("    def eval", "    independent_rows = 0\n    def eval"), "independent_rows must be a whole number"),
         (("nn.Linear(width, 1)", "3"), "the factory's result, a Line, lacks module, a torch module"),
         (("def evaluate", "def assess"), "the factory's result, a Line, lacks evaluate"),
