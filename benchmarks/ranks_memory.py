@@ -7,9 +7,9 @@ tensors of the parameters, and hardly any activations. "cpu" are ranks on the CP
 of their own, as on a GPU, so that the memory of the process is that of the GPU.
 
 Each process's own memory (private and anonymous) is read after a step, after a command that puts the outer parameters
-in place, and all the time for the peak while the ranks build. What a model of 20 thousand parameters takes is taken
-away: it is that of the libraries. What all share is counted once. The C library's heap is switched off for blocks above
-1 MB (`MALLOC_MMAP_THRESHOLD_`): it keeps holes, which are not tensors.
+in place, and all the time for the peaks. What a model of two layers takes is taken away, so that libraries and scratch
+memory do not count. What all share is counted once. The C library's heap is switched off for blocks above 1 MB
+(`MALLOC_MMAP_THRESHOLD_`): it keeps holes, which are not tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from protocols.base import LocalProgress, RoundKey
 
 RECIPE = Recipe(3, 1, 1e-3, 0.9, 0.5, warmup_steps=1, batches=4)
 SHAPE = GptConfig(layers=8, width=512, heads=8, context=16)
-SMALL = replace(SHAPE, width=16, layers=2, heads=2)
+SMALL = replace(SHAPE, layers=2)
 READ_SECONDS = 0.05
 
 
