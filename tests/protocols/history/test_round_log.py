@@ -159,14 +159,15 @@ def test_archived_records_after_a_break_are_dropped() -> None:
     assert len(Chain(RUN, "run", ROSTER, ROOT, archive)) == len(archive) == 4
 
 
-@pytest.mark.parametrize("bad", [b"", b"nonsense", None])
-def test_unreadable_record_drops_all_earlier_ones(bad: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad", [b"", b"nonsense", "of another branch", "of another round"])
+def test_unreadable_record_drops_all_earlier_ones(bad: bytes | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     links = line(fresh().head, 20)
     archive = archived(links)
     chain = Chain(RUN, "run", ROSTER, ROOT, archive)
     every = lineages(chain)
-    archive._kept[7] = encoded(decided(links[6].head, plan=b"e" * 32)) if bad is None else bad
+    whole = {"of another branch": decided(links[6].head, plan=b"e" * 32), "of another round": links[9]}
+    archive._kept[7] = encoded(whole[bad]) if isinstance(bad, str) else bad
     assert len(chain.since(every[9])) == 11, "nothing has read it yet"
     assert chain.since(every[0]) == () and chain.at(every[8]) is None
     assert every[8] not in chain and every[9] in chain and chain.locator()[-1] == every[9]
