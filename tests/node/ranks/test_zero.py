@@ -1,0 +1,56 @@
+"""Gradients in buckets: all of them are summed, in one order, and each where it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from node.ranks.division import cuts
+from node.ranks.zero import GradientBuckets
+from node.tasks.flat import View
+
+
+@dataclass
+class Sum:
+    """Stands for a sum over all ranks: the others' gradients are 1."""
+
+    bounds: list[int]
+    bucket: int
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+    def __call__(self, part: torch.Tensor, low: int) -> None:
+        self.places.append((low, low + len(part)))
+        part.add_(1)
+
+
+@given(
+    tensors=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8),
+    bucket=st.integers(1, 12),
+    ranks=st.integers(1, 3),
+)
+def test_buckets_cover_the_vector_from_its_end(tensors: list[tuple[int, bool]], bucket: int, ranks: int) -> None:
+    """Also with tensors that a backward pass does not reach; and the next pass adds to what is there."""
+    total = sum(size for size, _ in tensors)
+    weights = (torch.arange(total) + 1.0).split([size for size, _ in tensors])
+    whole = torch.cat([each * used + 1 for each, (_, used) in zip(weights, tensors, strict=True)])
+    bounds = cuts(total, ranks)
+    for rank in range(ranks):
+        parameters = [nn.Parameter(torch.zeros(size)) for size, _ in tensors]
+        views = [View("", each, each.detach(), None, False) for each in parameters]
+        add, into = Sum(bounds, bucket), torch.zeros(bounds[rank + 1] - bounds[rank])
+        buckets = GradientBuckets(views, add, rank, into)  # type: ignore[arg-type]
+        for passes in (1, 2):
+            add.places.clear()
+            for parameter, weight, (_, used) in zip(parameters, weights, tensors, strict=True):
+                if used:
+                    (parameter * weight).sum().backward()  # type: ignore[no-untyped-call]
+            buckets.finish()
+            ends = [total, *(low for low, _ in add.places)]
+            assert [high for _, high in add.places] == ends[:-1] and ends[-1] == 0
+            assert all(high - low >= bucket for low, high in add.places[:-1])
+            assert torch.equal(into, passes * whole[bounds[rank] : bounds[rank + 1]])
+            assert all(each.grad is None for each in parameters)
