@@ -167,6 +167,7 @@ ALL = [
     *((task, *how) for task, how in product(TASKS, ANY)),
     *product([each for each in TASKS if each != "own"], ("zero3 x2", "zero3 x3"), ("apart",)),
     *product(("gpt-adamw", "qwen3 full", "llama full"), ("tensor parallel x2", "tensor parallel x4"), ("apart",)),
+    *product(("gpt-adamw", "gpt-muon"), ("zero1 x2", "zero2 x3", "zero3 x2"), ("optimizer on the host",)),
 ]
 
 
@@ -178,12 +179,13 @@ async def test_ranks_compute_what_one_process_does(
     one_spec = spec_of(task, models)
     has_statistics = task == "own"
     loaded = () if (task, division, where) in SHORT else ("node.ranks.dtensors", "node.tasks.hf.task")
-    with worker_program("tests.gpu.ranks", "node.ranks.worker") if where == "apart" else nullcontext():
+    group_spec = replace(grouped(one_spec, division), offload="optimizer" if "host" in where else "")
+    with nullcontext() if where == "shared" else worker_program("tests.gpu.ranks", "node.ranks.worker"):
         async with (
             warm.forked_workers(*loaded),
             ThreadCompute() as compute,
             RemoteTrainer(one_spec, compute) as one,
-            RemoteTrainer(grouped(one_spec, division), compute) as group,
+            RemoteTrainer(group_spec, compute) as group,
         ):
             assert group.layout == one.layout
             begun = await vector(one)
