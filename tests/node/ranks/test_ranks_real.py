@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from node.runtime import tensors
 from node.runtime.compute import ThreadCompute
 from node.runtime.metrics import with_children, workers_here
 from node.tasks.gpt_presets import GptConfig
@@ -190,7 +191,10 @@ async def test_ranks_compute_what_one_process_does(
             assert group.layout == one.layout
             begun = await vector(one)
             assert torch.equal(await vector(group), begun)
+            tensors.write(tmp_path / "other", {"exp_avg": torch.zeros(3)}, {})
             for number, path in enumerate((tmp_path / "first", tmp_path / "second")):
+                with pytest.raises(WorkerError, match="its tensors are not those of this model"):
+                    await group.load(tmp_path / "other", group.position)
                 works = await round_of(one, number), await round_of(group, number)
                 assert works[0].tokens == works[1].tokens > 0 and group.position == one.position == 80 * (number + 1)
                 assert works[1].loss == pytest.approx(works[0].loss, rel=tolerance)
