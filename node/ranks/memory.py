@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 
 from node.ranks.collectives import BUCKETS
 from node.tasks.base import Task, extra, trained
@@ -116,23 +118,40 @@ def activation_bytes(task: Task, checkpointing: bool, on_cpu: bool) -> int:
             return 0
     if isinstance(task, OwnTask):
         return 0
-    sizes, seen, alive = list[int](), set[int](), list[torch.Tensor]()
+    sizes, seen, alive = list[int](), set[int](), list[torch.UntypedStorage]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
-            alive.append(tensor)  # else the number of a storage could be used again
+            alive.append(
+                storage
+            )  # else its number could be used again; the tensor would hold the graph, which holds it
             sizes.append(storage.nbytes())
         return tensor
 
-    batch = task.batch(0, 0)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        held = [mode.from_tensor(each) for each in (*task.module.parameters(), *task.module.buffers())]
-        seen.update(each.untyped_storage()._cdata for each in held)
+    module, batch = _Loss(task), task.batch(0, 0)
+    with FakeTensorMode() as mode:
+        # Not the real tensors, which torch would keep.
+        fakes = {
+            name: torch.empty(each.shape, dtype=each.dtype, device=each.device, requires_grad=each.requires_grad)
+            for name, each in (*module.named_parameters(), *module.named_buffers())
+        }
+        seen.update(each.untyped_storage()._cdata for each in fakes.values())
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            task.loss(*(mode.from_tensor(each) for each in batch))
+            functional_call(module, fakes, tuple(mode.from_tensor(each) for each in batch))
     return sum(sizes)
+
+
+class _Loss(nn.Module):
+    """A task's loss as a module, whose parameters can be replaced."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.module, self._loss = task.module, task.loss
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        return self._loss(*batch)
 
 
 def need_bytes(model: Model, shard: str, ranks: int, *, is_shared: bool, offload: str, is_fresh: bool) -> int:

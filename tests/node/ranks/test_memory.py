@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +69,14 @@ def test_activations_of_gpt_grow_with_its_rows(task: GptTask) -> None:
     task.independent_rows = 4
     assert 1.9 * before < activation_bytes(task, False, False) <= 2 * before
     assert task.loss(*task.batch(0, 0)).isfinite()  # the task is as it was
+
+
+def test_estimate_keeps_no_parameter(task: GptTask) -> None:
+    kept = [weakref.ref(each) for each in task.module.parameters()]
+    assert activation_bytes(task, False, False) > 0
+    del task.module
+    gc.collect()
+    assert not any(each() is not None for each in kept)
 
 
 def test_auto_of_a_device_depends_on_what_is_free(task: GptTask) -> None:
