@@ -65,7 +65,7 @@ class _Replica:
     def state(self) -> list[object]:
         """All that training continues from, in a form that can be compared."""
         learner = self.learner
-        tensors = [learner.vector, learner._optimizer._gradient, self.local_training.anchor]
+        tensors = [learner.vector, learner._optimizer._gradients[0], self.local_training.anchor]
         counts = astuple(learner._accumulated), learner.position, repr(self.local_training.work())
         return [*(tensor.numpy().tobytes() for tensor in tensors), *counts]
 
