@@ -24,7 +24,7 @@ FORKS = {"node/runtime/fork_server.py"}
 """Its other side is a process without an event loop."""
 AHEAD = {"node/tasks/hf/streamed.py"}
 """It fetches ahead in the worker, which has no event loop."""
-RANKS = {"node/ranks/group.py"}
+RANKS = {f"node/ranks/{name}.py" for name in ("cluster", "group", "lent")} | {"node/cli/lend.py"}
 """The processes of a worker, which has no event loop."""
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD | RANKS,

@@ -21,6 +21,7 @@ import typer
 
 from node.cli import local, options, remote
 from node.cli.remote import CommandError
+from node.config.launcher import machines_of
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
 from node.config.peer_sources import apply_saved, load_peer
 from node.config.run_config import RunConfig, load_run
@@ -151,7 +152,13 @@ def swarm(
 
 
 def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
-    config = load_peer(of_machine, os.environ, of_run.get("run"))
+    config, line = machines_of(load_peer(of_machine, os.environ, of_run.get("run")), os.environ)
+    if line:
+        print(f"starling: {line}", file=sys.stderr)
+    if config.node:
+        from node.cli.lend import lend
+
+        return lend(config)
     with _claim_state_dir(config.state_dir) as state_dir:
         config, lines = apply_saved(replace(config, state_dir=state_dir), state_dir)
         for line in lines:
@@ -160,7 +167,13 @@ def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
         lost = [option_name(key) for key in of_machine if SETTINGS[key].only_hf]
         if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
             raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
-        return run_peer(config, run)
+        try:
+            return run_peer(config, run)
+        finally:
+            if config.nodes != 1 and config.rendezvous:
+                from node.ranks.cluster import say_over
+
+                say_over(config.rendezvous)
 
 
 @contextmanager

@@ -48,9 +48,12 @@ def worker_spec(
         data=mine.data,
         held_out=sample,
         device=devices[0],
-        devices=devices if len(devices) > 1 else (),
-        shard="zero3" if mine.tensor_parallel > 1 else mine.shard if len(devices) > 1 else "zero1",
+        devices=devices if len(devices) > 1 or mine.nodes != 1 else (),
+        shard="zero3" if mine.tensor_parallel > 1 else mine.shard if len(devices) > 1 or mine.nodes != 1 else "zero1",
         tensor_parallel=mine.tensor_parallel,
+        nodes=int(mine.nodes),
+        rendezvous=mine.rendezvous or "",
+        meeting_seconds=mine.rendezvous_timeout_seconds,
         offload="" if mine.offload == "none" else mine.offload,
         threads=0 if mine.threads == "auto" else mine.threads,
         peers_here=1 + workers_here(),
@@ -79,8 +82,11 @@ def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:
         free = min(visible_gpus(), run.recipe.batches * (rows or 1) * mine.tensor_parallel, MAX_RANKS)
         free -= free % mine.tensor_parallel
         names = tuple(f"cuda:{number}" for number in range(free)) if free > 1 else ()
+    if mine.nodes != 1:
+        _check_cluster(mine, single)
+        names = names or lent_devices(mine)
     names = names or (mine.device,)
-    for key in ("shard", "tensor_parallel", "offload") if len(names) == 1 else ():
+    for key in ("shard", "tensor_parallel", "offload") if len(names) == 1 and mine.nodes == 1 else ():
         if getattr(mine, key) not in ("auto", 1, "none"):
             raise ConfigError(
                 f"{mine.origins[key]}: this peer trains on one device: name several by --devices, or leave it out", key
@@ -113,6 +119,22 @@ def _check_division(mine: PeerConfig, names: tuple[str, ...]) -> None:
             "give a number that divides theirs",
             "tensor_parallel",
         )
+
+
+def _check_cluster(mine: PeerConfig, single: str) -> None:
+    if single:
+        raise ConfigError(f"{mine.origins['nodes']}: {single} trains on one device of each peer: leave it out", "nodes")
+    if mine.device == "mps" or "mps" in mine.devices:
+        raise ConfigError(f"{mine.origins['nodes']}: machines with mps cannot train together", "nodes")
+
+
+def lent_devices(mine: PeerConfig) -> tuple[str, ...]:
+    """The devices of one machine of a cluster, by their numbers: those that the user names, else all GPUs, or a CPU."""
+    if mine.devices or mine.ranks:
+        return mine.devices or _first_devices(mine.device, mine.ranks or 1)
+    if mine.device == "auto" and (gpus := min(visible_gpus(), MAX_RANKS)):
+        return tuple(f"cuda:{number}" for number in range(gpus))
+    return _first_devices(mine.device, 1)
 
 
 def visible_gpus() -> int:

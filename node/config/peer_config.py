@@ -27,7 +27,7 @@ from protocols.wire import MAX_ROSTER
 RUN, MACHINE, PAUSES, OUTPUT = "The run", "This machine", "Pauses", "Output"  # Sections of `join --help`
 DEFAULT_NICE = 10
 DEFAULT_BANDWIDTH = 12.5e6
-MAX_RANKS = 64
+MAX_RANKS = MAX_NODES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,22 @@ def _direct_port(value: object) -> object:
 def _joined(value: object) -> object:
     """One list of an option that was given several times, each time perhaps with a list."""
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else value
+
+
+def _nodes(value: object) -> object:
+    """Check the value before pydantic does, as for `_threads`."""
+    if value != "auto" and not (re.fullmatch("[1-9][0-9]?", str(value)) and int(str(value)) <= MAX_NODES):
+        raise ValueError(f'{shown(value)} must be "auto" or a whole number from 1 to {MAX_NODES}')
+    return value
+
+
+def _rendezvous(text: str) -> str:
+    found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w.-]{1,253}):(\d{1,5})", text)
+    if not found or not MIN_PORT <= int(found[2]) <= MAX_PORT:
+        raise ValueError(f"{text[:60]!r} is not HOST:PORT with a port from {MIN_PORT} to {MAX_PORT}")
+    if found[1] in ("0.0.0.0", "0") or not found[1].strip("[]:0"):
+        raise ValueError(f"{found[1]} means every network: name one address of machine 0")
+    return text
 
 
 def _devices(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -263,6 +279,33 @@ class PeerConfig:
         "Number of devices to train on together: the first GPUs, or processes on the CPU.",
         default="as many as --devices",
         metavar="N",
+    )
+    nodes: Annotated[Literal["auto"] | int, BeforeValidator(_nodes)] = setting(
+        1,
+        "Number of machines whose devices train as this one peer: a small cluster.",
+        more="auto takes it, --node and --rendezvous from torchrun or Slurm.",
+        metavar="N",
+        scope="peer",
+    )
+    node: Annotated[int, Field(ge=0, lt=MAX_NODES)] = setting(
+        0,
+        "With --nodes: number of this machine. 0 runs the peer, the others lend it their devices.",
+        metavar="K",
+        scope="peer",
+    )
+    rendezvous: Annotated[str, AfterValidator(_rendezvous)] | None = setting(
+        None,
+        "With --nodes: where the machines meet, an address of machine 0 and a port.",
+        more="Only in a network that you trust: this connection has no authentication.",
+        metavar="HOST:PORT",
+        scope="peer",
+    )
+    rendezvous_timeout_seconds: Annotated[float, Field(ge=1, le=1e6)] = setting(
+        300.0,
+        "With --nodes: longest time that a machine waits for the others.",
+        metavar="SECONDS",
+        option="--rendezvous-timeout",
+        scope="peer",
     )
     shard: Literal["auto", "zero1", "zero2", "zero3"] = setting(
         "auto",

@@ -187,17 +187,18 @@ class ShardedLearner(StepLearner):
     def take(self) -> None:
         """The shared vectors were written."""
         shared = self._group.shared(sum(self.layout.sizes()))
+        if self._group.far:
+            self._group.far.spread(shared)
         for piece in self._pieces:
             piece.value.copy_(piece.of(shared.local))
         self._anchor = [piece.of(shared.anchor).to(piece.value.device, copy=True) for piece in self._pieces]
 
     def publish(self) -> None:
         """Write this rank's parts into the shared vector."""
-        local = self._group.shared(sum(self.layout.sizes())).local
-        for piece in self._pieces:
-            if piece.is_first:
-                piece.of(local).copy_(piece.value)
-        self._group.total(0.0)  # all parts are written
+        with self._group.publishing(sum(self.layout.sizes())) as local:
+            for piece in self._pieces:
+                if piece.is_first:
+                    piece.of(local).copy_(piece.value)
 
     def distance(self) -> float:
         """L2 norm of the pseudo-gradient."""

@@ -6,7 +6,8 @@ too, and the peer starts another worker. Between commands a rank waits for its s
 would time out.
 
 gloo and NCCL authenticate nobody: the ranks meet in a file that only they can open, and gloo listens on the loopback
-interface only.
+interface only. That of a peer on several machines is in `cluster.py`: the first rank of each of the others passes on
+the commands that come from rank 0, and the words of its machine's ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -27,6 +29,8 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 import torch.distributed as dist
 
+from node.ranks.cluster import Machines
+from node.ranks.exchange import Exchange
 from node.runtime import reaper
 from node.runtime.cgroup import stand_back
 from node.runtime.fork_server import set_command_line
@@ -35,24 +39,29 @@ from node.training.failure import first_line, report, write_where_it_stands
 from node.training.shared import Shared
 from protocols.base import Vector
 
-_LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_LAUNCHER = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 """Variables of a launcher such as torchrun, under which the user may have started the peer."""
 COLLECTIVE_SECONDS = 24 * 3600.0
 """A collective has no timeout of its own: the peer's watchdog ends a worker without progress."""
 LAST_WORDS_SECONDS = 1.0
 """Time for the line of a rank that fails to reach rank 0, whose collective fails at the same moment."""
-_SETTLE_SECONDS = 0.1
+_SETTLE_SECONDS, _SETTLE_FAR_SECONDS = 0.1, 0.6
 """When a rank is killed, the collectives of the others fail: their lines may come first, and are not the cause."""
 _DEATH_SECONDS = 0.2
 """After rank 0's death the kernel kills a rank within this time, which then reports no failure of its own."""
+_CONSEQUENCES = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+"""Of errors of a collective, which fails because another rank has."""
 MAX_LINE_BYTES = 1 << 20
 
 
 class RankGroup:
-    """One rank's view of its group. `commands` is its socket's reader; None in rank 0, which has `links`."""
+    """One rank's view of its group. Rank 0 has `links` to the others; so has the first rank of another machine."""
 
-    def __init__(self, rank: int, size: int, memory: int, meeting: Path) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, machines: Machines, memory: int, meeting: Path) -> None:
+        self.rank, self.size, self.machines = rank, machines.size, machines
         self._memory, self._meeting = memory, meeting
         self._shared: Shared | None = None
         self.founds = rank == 0 and not os.fstat(memory).st_size  # writes the first values of the vectors
@@ -61,44 +70,66 @@ class RankGroup:
         self._pids: list[int] = []
 
     @classmethod
-    def fork(cls, size: int, memory: int, run: Callable[[RankGroup, BinaryIO], None]) -> RankGroup:
-        """Fork ranks 1 to `size` - 1, each of which calls `run` and ends; return rank 0's view. One thread only."""
+    def fork(cls, machines: Machines, memory: int, run: Callable[[RankGroup, BinaryIO], None]) -> RankGroup:
+        """Fork the other ranks of this machine, each of which calls `run` and ends; return the first one's view.
+
+        The process has one thread only.
+        """
         for name in _LAUNCHER:
             os.environ.pop(name, None)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
-        meeting = _meeting_place()
-        group, parent = cls(0, size, memory, meeting), os.getpid()
-        for rank in range(1, size):
+        loopback = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
+        os.environ["GLOO_SOCKET_IFNAME"] = machines.interface or loopback
+        if machines.interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={machines.interface}")
+        meeting, parent = _meeting_place(), os.getpid()
+        group = cls(machines.first, machines, memory, meeting)
+        for rank in range(machines.first + 1, machines.first + machines.here):
             ours, theirs = socket.socketpair()
             if not (pid := os.fork()):
-                _run_rank(cls(rank, size, memory, meeting), theirs, parent, run)
+                _run_rank(cls(rank, machines, memory, meeting), theirs, parent, run)
             theirs.close()
             group._links.append(ours)
             group._pids.append(pid)
+        group._links += machines.links
         return group
 
-    def meet(self, device: str, shares: bool) -> None:
-        """Create the process group: all ranks call it, after their devices are known. `shares`: some have the same."""
+    def meet(self, device: str) -> None:
+        """Create the process group: all ranks call it, after their devices are known."""
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._has_nccl = (
-            self.device.type == "cuda" and dist.is_nccl_available() and not shares
+            self.device.type == "cuda" and dist.is_nccl_available() and not self.machines.shares
         )  # refuses two on one GPU
+        far = len(self.machines.firsts) > 1
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._has_nccl else "gloo",
-            init_method=f"file://{self._meeting}",
+            init_method=None if far else f"file://{self._meeting}",
+            store=self.machines.open_store(self.rank) if far else None,
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
         dist.barrier()
+        self.far = Exchange(self.rank, self.machines) if far else None
 
     def shared(self, elements: int) -> Shared:
         """The vectors that all ranks share with the peer."""
         if self._shared is None:
             self._shared = Shared(self._memory, elements)
         return self._shared
+
+    @contextmanager
+    def publishing(self, elements: int) -> Iterator[Vector]:
+        """The vector into which each rank writes its own part; afterwards all are written. All ranks call it."""
+        local = self.shared(elements).local
+        if self.far:
+            self.far.clear(local)
+        yield local
+        if self.far:
+            self.far.collect(local)
+        else:
+            self.total(0.0)
 
     @property
     def name(self) -> str:
@@ -117,7 +148,9 @@ class RankGroup:
 
     def tell_all(self, do: str, **fields: Any) -> None:
         """Have the other ranks begin a command. Rank 0 calls it, and then does the same itself."""
-        line = json.dumps({"do": do, **fields}).encode() + b"\n"
+        self.pass_on(json.dumps({"do": do, **fields}).encode() + b"\n")
+
+    def pass_on(self, line: bytes) -> None:
         for link in self._links:
             link.sendall(line)
 
@@ -128,22 +161,30 @@ class RankGroup:
         """
         threading.Thread(target=self._watch, args=(fail,), name="ranks", daemon=True).start()
 
+    @property
+    def has_links(self) -> bool:
+        return bool(self._links)
+
     def hear_last_words(self) -> None:
         """After a failure in rank 0: if another rank's is the cause, that rank says so, and this process ends."""
-        time.sleep(LAST_WORDS_SECONDS)
+        time.sleep(2 * LAST_WORDS_SECONDS if self.machines.links else LAST_WORDS_SECONDS)
 
     def _watch(self, fail: Callable[[str, str], None]) -> None:
         poll = select.poll()
         for link in self._links:
             poll.register(link, select.POLLIN)
         ready = [descriptor for descriptor, _ in poll.poll()]
-        time.sleep(_SETTLE_SECONDS)
+        time.sleep(_SETTLE_FAR_SECONDS if self.machines.links else _SETTLE_SECONDS)
         ready += [descriptor for descriptor, _ in poll.poll(0) if descriptor not in ready]
         rank_of = {link.fileno(): at for at, link in enumerate(self._links)}
         words = {rank_of[each]: self._last_words(rank_of[each]) for each in ready}
-        at = next((each for each, found in words.items() if found is None), rank_of[ready[0]])
+        at = min(words, key=lambda each: _is_consequence(words[each]))
         word, why = words[at] or ("failed", self._end_of(at))
-        fail(word, why if word == "refused" else f"{_name(at + 1, self.size)}: {why}")
+        if at >= len(self._pids):
+            why = f"{self.machines.name(at - len(self._pids) + 1)}: {why}"
+        elif word != "refused":
+            why = f"{_name(self.rank + at + 1, self.size)}: {why}"
+        fail(word, why)
         os._exit(1)
 
     def _last_words(self, at: int) -> tuple[str, str] | None:
@@ -157,6 +198,8 @@ class RankGroup:
             return None
 
     def _end_of(self, at: int) -> str:
+        if at >= len(self._pids):
+            return "the connection to it ended"
         for _ in range(100):
             pid, status = os.waitpid(self._pids[at], os.WNOHANG)
             if pid:
@@ -195,24 +238,10 @@ class RankGroup:
 def _name(rank: int, size: int) -> str:
     return f"rank {rank} of {size}"
 
-    def least(self, number: int) -> int:
-        held = torch.tensor(number)
-        dist.all_reduce(held, dist.ReduceOp.MIN)
-        return int(held)
 
-    def backends(self) -> dict[str, Any]:
-        """Process groups by their backend's name; all ranks call it together."""
-        if not self._has_nccl:
-            return {"gloo": None}
-        return {"NCCL": None, "gloo": dist.new_group(backend="gloo")}
-
-    def wait(self) -> None:
-        """Until what was asked of the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def now(self) -> float:
-        return time.perf_counter()
+def _is_consequence(words: tuple[str, str] | None) -> int:
+    """Of the ends of several ranks, the one with the least number is the cause: one that was killed, else an error."""
+    return 0 if words is None else 1 + any(each in words[1] for each in _CONSEQUENCES)
 
 
 def _meeting_place() -> Path:
@@ -235,16 +264,24 @@ def _run_rank(
             set_command_line("python", "-P", "-m", "node.ranks.worker", group.name)
             write_where_it_stands()
             be_quiet()
-            try:
-                run(group, link.makefile("rb"))
-                code = 0
-            except BaseException as error:  # noqa: BLE001 - a rank's boundary: whatever it is, rank 0 has to know
-                time.sleep(_DEATH_SECONDS)
-                refused = isinstance(error, ValueError) and not group.has_begun
-                word, why = ("refused", first_line(error)) if refused else ("failed", report(error, set()))
-                link.sendall(json.dumps({word: why}).encode() + b"\n")
+            code = run_to_end(group, link, run)
     finally:
         os._exit(code)
+
+
+def run_to_end(group: RankGroup, link: socket.socket, run: Callable[[RankGroup, BinaryIO], None]) -> int:
+    """Be a rank until its commands end, or until it fails, and tell that by its socket; returns an exit code."""
+    try:
+        run(group, link.makefile("rb"))
+    except BaseException as error:  # noqa: BLE001 - a rank's boundary: whatever it is, rank 0 has to know
+        # a first rank of a machine waits longer: one of its own may be the cause, which its `watch` tells
+        time.sleep(LAST_WORDS_SECONDS / 2 if group.has_links else _DEATH_SECONDS)
+        refused = isinstance(error, ValueError) and not group.has_begun
+        name = f"{group.name}: " if group.machines.number and group.rank == group.machines.first else ""
+        word, why = ("refused", first_line(error)) if refused else ("failed", name + report(error, set()))
+        link.sendall(json.dumps({word: why}).encode() + b"\n")
+        return 1
+    return 0
 
 
 def _close_others(kept: set[int]) -> None:
@@ -256,9 +293,12 @@ def _close_others(kept: set[int]) -> None:
                 continue
 
 
-def carry_out(lines: BinaryIO, command: Callable[[str], Callable[..., Any]], harmless: frozenset[str]) -> None:
+def carry_out(
+    group: RankGroup, lines: BinaryIO, command: Callable[[str], Callable[..., Any]], harmless: frozenset[str]
+) -> None:
     """A rank's loop, until rank 0 closes its socket. `ValueError`s of harmless commands are rank 0's to tell."""
     while line := lines.readline(MAX_LINE_BYTES):
+        group.pass_on(line)
         fields = json.loads(line)
         do = fields.pop("do")
         try:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import base64
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 
 import torch
+import torch.distributed as dist
 
+from node.ranks.cluster import Machines, gather
 from node.ranks.group import RankGroup, carry_out
 from node.ranks.memory import choice
 from node.ranks.zero import ZeroLearner
@@ -24,6 +27,7 @@ from node.runtime import tensors
 from node.runtime.notes import note, warn
 from node.tasks.base import Step, Task
 from node.tasks.hf.memory import available_bytes
+from node.tasks.hf.settings import ModelPins
 from node.tasks.recipe import Recipe
 from node.tasks.spec import WorkerSpec
 from node.training import worker
@@ -46,8 +50,8 @@ class Rank:
 
     def __init__(self, spec: WorkerSpec, group: RankGroup) -> None:
         self._spec, self._group = spec, group
-        self._device = device_of(spec.devices[group.rank])
-        group.meet(self._device, shares=len({*spec.devices}) < len(spec.devices))
+        self._device = spec.devices[group.rank - group.machines.first]
+        group.meet(device_of(self._device))
         self._make: MakeLearner = self._choose
 
     def command(self, name: str) -> Callable[..., Any]:
@@ -68,14 +72,18 @@ class Rank:
 
     def free_bytes(self) -> int:
         """The least that a rank may take. All ranks call it together."""
-        mine = available_bytes(self._group.device) // self._spec.devices.count(self._spec.devices[self._group.rank])
+        mine = available_bytes(self._group.device) // self._spec.devices.count(self._device)
         return self._group.least(mine)
 
     def _choose(self, task: Task, recipe: Recipe, **more: Any) -> Any:
         """Rank 0 knows the model, and decides how it is divided. Then it makes the learner."""
-        spec, group = self._spec, self._group
+        group = self._group
+        spec, is_shared = (
+            replace(self._spec, devices=(self._device,) * group.size),
+            group.device == CPU and not group.far,
+        )
         group.tell_all("free_bytes")
-        chosen = choice(task, spec, self.free_bytes(), is_shared=group.device == CPU, is_fresh=group.founds)
+        chosen = choice(task, spec, self.free_bytes(), is_shared=is_shared, is_fresh=group.founds)
         if group.founds:
             (note if chosen.fits else warn)(chosen.line)
         group.tell_all("divide", shard=chosen.shard)
@@ -85,27 +93,40 @@ class Rank:
             task.device = group.device
         return self._make(task, recipe, **more)
 
-    def build(self, resume: bool) -> None:
-        spec, is_first = replace(self._spec, device=self._spec.devices[self._group.rank]), not self._group.rank
+    def build(self, resume: bool, of_first: dict[str, Any] | None = None) -> None:
+        """`of_first`: what the other machines compare with."""
+        spec, is_first = replace(self._spec, device=self._device), not self._group.rank
         on_cpu = is_first or self.shard == "zero3"  # rank 0 does not know yet how the model is divided
-        self.job = build(spec, self._group.allocate, resume, self._make, on_cpu=on_cpu)
+        make = partial(build, allocate=self._group.allocate, resume=resume, make=self._make, on_cpu=on_cpu)
+        self.job = build_like(make, spec, of_first) if of_first and self._group.machines.number else make(spec)
         self.learner: RankLearner = self.job.learner  # type: ignore[assignment]
 
-    def build_in_turn(self, at_once: int) -> None:
+    def build_in_turn(self, at_once: int, of_first: dict[str, Any] | None) -> None:
         """Of ranks 1 and up, so many at a time."""
         for first in range(1, self._group.size, at_once):
             if first <= self._group.rank < first + at_once:
-                self.build(resume=True)
+                self.build(True, of_first)
             self._group.total(0.0)  # these are built
+
+    def compared(self) -> dict[str, Any] | None:
+        """What `build` of the other machines gets; None if there are none."""
+        if not self._group.far:
+            return None
+        sample = self._spec.held_out.read_bytes() if self._spec.held_out else self.job.held_out
+        pins = asdict(self.job.pins) if self.job.pins else None
+        return {"sample": base64.b64encode(sample).decode(), "pins": pins}
 
     def begin(self, layout: list[list[tuple[str, list[int]]]]) -> None:
         mine = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in layout))
         if mine != self.learner.layout:
             raise ValueError("the task differs between devices: it must not depend on the device, or on chance")
         self.learner.begin()
-        if self.learner.loss_scale and self._group.rank:  # rank 0's is that of the peer
-            known = self._group.shared(sum(mine.sizes())).loss_scale
-            self.learner.loss_scale.share(known.clone())
+        if self.learner.loss_scale:
+            known = self._group.shared(sum(mine.sizes())).loss_scale.clone()
+            if self._group.far:
+                dist.broadcast(known, 0)
+            if self._group.rank:  # rank 0's is that of the peer
+                self.learner.loss_scale.share(known)
         self._group.begin(self._spec.nice)
 
     def generate(self, prompt: str, tokens: int, temperature: float, seed: int) -> bytes:
@@ -113,13 +134,20 @@ class Rank:
         return self.job.generate(base64.b64decode(prompt), tokens, temperature, seed)
 
     def write_moments(self, path: str) -> None:
-        tensors.write_parts(Path(path), [each.part for each in self.learner.placed_moments()])
+        parts = [each.part for each in self.learner.placed_moments()]
+        if self._group.far:
+            self._group.far.write_parts(Path(path), parts)
+            return
+        tensors.write_parts(Path(path), parts)
         self._group.total(0.0)  # all parts are written
 
     def read_moments(self, path: str, scale: bool) -> None:
         """`scale`: the file holds that of the loss, as one of training in float16 does."""
-        found = self.learner.placed_moments(make=True)
-        tensors.read_parts(Path(path), [each.part for each in found if scale or each.name != LOSS_SCALE])
+        parts = [each.part for each in self.learner.placed_moments(make=True) if scale or each.name != LOSS_SCALE]
+        if self._group.far:
+            self._group.far.read_parts(Path(path), parts)
+            return
+        tensors.read_parts(Path(path), parts)
         self._group.total(0.0)
 
 
@@ -197,18 +225,29 @@ class RankedWorker(Worker):
         resume = os.fstat(memory).st_size > 0
         spec = replace(spec, threads=max(1, spec.thread_count() // spec.ranks))
         torch.set_num_threads(spec.threads)
-        group = RankGroup.fork(spec.ranks, memory, partial(_be_rank, spec))
+        shares = len({*spec.devices}) < spec.ranks
+        machines = gather(spec) if spec.nodes > 1 else Machines(spec.ranks, shares=shares)
+        group = RankGroup.fork(machines, memory, partial(be_rank, spec))
         group.watch(tell)
+        try:
+            return cls._begun(spec, group, resume, tell)
+        except RuntimeError:  # perhaps of a collective, which another rank has left
+            group.hear_last_words()
+            raise
+
+    @classmethod
+    def _begun(cls, spec: WorkerSpec, group: RankGroup, resume: bool, tell: Callable[[str, Any], None]) -> Self:
         own = Rank(spec, group)
         own.build(resume)
         shared = group.shared(sum(own.learner.layout.sizes()))
         learner = GroupLearner(group, own)
         # Each may hold the whole model on the CPU while it builds.
         at_once = available_bytes(CPU) // (2 * 4 * sum(own.learner.layout.sizes()))
-        learner.everywhere("build_in_turn", at_once=max(1, at_once))
+        learner.everywhere("build_in_turn", at_once=max(1, at_once), of_first=own.compared())
         learner.everywhere("begin", layout=own.learner.layout.fragments)
         if not resume:
-            note(f"{spec.ranks} ranks train together ({own.shard}), on {_listed(spec.devices)}")
+            where = f"{spec.nodes} machines" if spec.nodes > 1 else _listed(spec.devices)
+            note(f"{group.size} ranks train together ({own.shard}), on {where}")
         if own.job.check_first_loss:
             own.job.check_first_loss(learner.evaluate())
         job = replace(own.job, learner=learner, generate=learner.generate if own.job.generate else None)
@@ -263,9 +302,31 @@ def _listed(devices: Sequence[str]) -> str:
     return ", ".join(devices) + ("; those on one GPU share its memory and its time" if shares else "")
 
 
-def _be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO) -> None:
+def be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO) -> None:
+    """Any rank but rank 0."""
     rank = Rank(spec, group)
-    carry_out(lines, rank.command, harmless=frozenset({"evaluate", "generate"}))
+    carry_out(group, lines, rank.command, harmless=frozenset({"evaluate", "generate"}))
+
+
+def build_like(make: Callable[[WorkerSpec], Job], spec: WorkerSpec, of_first: dict[str, Any]) -> Job:
+    """Build the job on another machine than the peer's; ValueError if its model or its data are other ones.
+
+    `spec.held_out` is the run's sample, or anything if this machine has data of its own.
+    """
+    sample = base64.b64decode(of_first["sample"])
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(sample)
+        file.flush()
+        own = spec.held_out is not None
+        if own and not sample:
+            raise ValueError("there is no held-out sample for a machine with data of its own: leave out its --data")
+        job = make(replace(spec, held_out=Path(file.name) if own else None))
+    if not own and job.held_out != sample:
+        raise ValueError("its data are not those of machine 0: copy them, or give this machine its own by --data")
+    pins = ModelPins.from_fields(of_first["pins"]) if of_first["pins"] else None
+    if job.pins and pins and replace(job.pins, base=pins.base, base_loss=pins.base_loss) != pins:
+        raise ValueError("its model is not that of machine 0: copy it, and name it by --model")
+    return job
 
 
 def main(arguments: list[str]) -> int:

@@ -53,7 +53,8 @@ class ZeroLearner(TaskLearner):
         self._group, self._keeps_gradients, self._offload = group, keeps_gradients, offload
         rows = getattr(task, "independent_rows", None)
         self._units = units(recipe.batches, rows, group.rank, group.size, even=not keeps_gradients)
-        self.is_shared = group.device == torch.device("cpu")  # and not cpu:0, with which tests stand for a GPU
+        # not with cpu:0, which stands for a GPU in tests
+        self.is_shared = group.device == torch.device("cpu") and group.far is None
         super().__init__(
             task,
             recipe,
@@ -155,14 +156,16 @@ class ZeroLearner(TaskLearner):
         """The shared vectors were written."""
         if not self.is_shared:
             shared = self._group.shared(len(self.vector))
+            if self._group.far:
+                self._group.far.spread(shared)
             self.vector.copy_(shared.local)
             self._anchor = shared.anchor[self._part].to(self.vector.device, copy=True)
 
     def publish(self) -> None:
         """Write this rank's part into the shared vector."""
         if not self.is_shared:
-            self._group.shared(len(self.vector)).local[self._part].copy_(self.vector[self._part])
-            self._group.total(0.0)  # all parts are written
+            with self._group.publishing(len(self.vector)) as local:
+                local[self._part].copy_(self.vector[self._part])
 
     def distance(self) -> float:
         """L2 norm of the pseudo-gradient."""

@@ -149,6 +149,14 @@ def workers_here() -> int:
     return sum(parent not in parents for parent in parents.values())
 
 
+def interface_of(address: str) -> str:
+    """Name of the network interface that has this IP address; empty if none has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address.partition("%")[0] for each in addresses):
+            return str(name)
+    return ""
+
+
 def available_memory_bytes() -> int:
     """Memory that this process may still take, with what it has taken already."""
     return int(psutil.virtual_memory().available) + int(psutil.Process().memory_info().rss)

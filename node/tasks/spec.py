@@ -78,6 +78,9 @@ class WorkerSpec:
     devices: tuple[str, ...] = ()  # of several ranks (`node.ranks`), in place of `device`
     shard: str = "zero1"  # how several ranks divide the training; "auto": by what fits
     tensor_parallel: int = 1  # ranks among which each layer is divided
+    nodes: int = 1  # machines of which this peer has the devices; `devices` are those of this one
+    rendezvous: str = ""  # HOST:PORT of machine 0, where they meet
+    meeting_seconds: float = 300.0  # longest time that machine 0 waits for them
     offload: str = ""  # what several ranks keep on the host: "optimizer" or, with zero3, "parameters" as well
     threads: int = 0  # for computation; 0: measure, starting with this worker's share of the cores
     peers_here: int = 1  # on this machine
@@ -118,6 +121,10 @@ class WorkerSpec:
     @property
     def ranks(self) -> int:
         return max(1, len(self.devices))
+
+    def start_seconds(self, usual: float) -> float:
+        """Longest time that a worker may show no sign of work while it starts."""
+        return max(self.timeout_seconds or 0.0, usual) + (self.meeting_seconds if self.nodes > 1 else 0.0)
 
     def given_data(self, resume: bool) -> GivenData:
         return GivenData(self.data, self.record, not resume)

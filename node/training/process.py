@@ -92,7 +92,7 @@ class WorkerProcess:
 
     async def _introduce(self, spec: WorkerSpec) -> None:
         # A start on a busy machine takes long, whatever is right for steps.
-        self.timeout_seconds = max(spec.timeout_seconds or 0.0, liveness.TIMEOUT_SECONDS)
+        self.timeout_seconds = spec.start_seconds(liveness.TIMEOUT_SECONDS)
         self._writer.write(spec.to_json().encode() + b"\n")
         try:
             answer = (await self._answer(lambda: 0))["done"]
@@ -169,7 +169,7 @@ class WorkerProcess:
 
 
 def _program(spec: WorkerSpec) -> str:
-    if spec.ranks > 1:
+    if spec.devices:
         return "node.ranks.worker"
     return "node.training.stage_worker" if spec.stage else "node.training.worker"
 

@@ -31,7 +31,7 @@ _MEND = f"fix that first (the log has more of it); {_AGAIN}"
 
 def mending_seconds(spec: WorkerSpec) -> float:
     """Longest time until there is another worker or the supervisor has given up."""
-    start_seconds = BUSY_FACTOR * max(spec.timeout_seconds or 0.0, TIMEOUT_SECONDS)
+    start_seconds = BUSY_FACTOR * spec.start_seconds(TIMEOUT_SECONDS)
     return DEATHS * start_seconds + sum(BACKOFF_SECONDS) + sum(MEMORY_BACKOFF_SECONDS)
 
 

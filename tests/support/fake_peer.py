@@ -44,6 +44,9 @@ class PeerConfig:
     nickname: str = ""
     bandwidth_bytes_per_second: float = 1.0
     wait_for_peers: int = 1
+    nodes: int = dataclasses.field(default=1, repr=False)
+    node: int = dataclasses.field(default=0, repr=False)
+    rendezvous: str | None = dataclasses.field(default=None, repr=False)
     nat: bool = True
     new: bool = False
     consent: str | None = None
