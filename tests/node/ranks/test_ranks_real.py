@@ -232,15 +232,21 @@ async def gone(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.parametrize(
-    "when, rank",
+    "group, when, rank",
     [
-        ("step", 1),
-        ("save", 2),
-        *long(("step", 0), ("step", 2), ("save", 0), ("save", 1), *product(("evaluate",), range(3))),
+        ("zero1 x3", "step", 1),
+        ("zero1 x3", "save", 2),
+        *long(
+            *product(("zero1 x3",), ("step", "evaluate"), (0, 2)),
+            *product(("zero1 x3",), ("save",), (0, 1)),
+            *product(("zero3 x3",), ("step", "evaluate", "save", "publish"), (0, 1, 2)),
+        ),
     ],
 )
-async def test_killed_rank_is_replaced_with_all(when: str, rank: int, compute: ThreadCompute, tmp_path: Path) -> None:
-    async with RemoteTrainer(grouped(gpt(), "zero1 x3"), compute) as trainer:
+async def test_killed_rank_is_replaced_with_all(
+    group: str, when: str, rank: int, compute: ThreadCompute, tmp_path: Path
+) -> None:
+    async with RemoteTrainer(grouped(gpt(), group), compute) as trainer:
         processes = ranks_of(trainer)
         before = await trainer.evaluate()
         training = Training(trainer, surplus=True)
@@ -249,7 +255,8 @@ async def test_killed_rank_is_replaced_with_all(when: str, rank: int, compute: T
         asked: asyncio.Task[Any] | None = None
         if when != "step":
             processes[0].suspend()
-            asked = asyncio.create_task(trainer.evaluate() if when == "evaluate" else trainer.save(tmp_path / "state"))
+            asks = {"evaluate": trainer.evaluate, "publish": lambda: vector(trainer)}
+            asked = asyncio.create_task(asks[when]() if when in asks else trainer.save(tmp_path / "state"))
             await asyncio.sleep(0.1)
         processes[rank].kill()
         if when != "step" and rank:
@@ -259,6 +266,8 @@ async def test_killed_rank_is_replaced_with_all(when: str, rank: int, compute: T
         assert rank == 0 or trainer.last_failure.endswith(f"rank {rank} of 3: its process was killed by signal 9")
         if when == "evaluate":
             assert asked and await asked == before
+        elif when == "publish":
+            assert asked and (await asked).isfinite().all()
         elif asked:
             await asyncio.wait([asked])
             assert isinstance(asked.exception(), WorkerError) or asked.result()
