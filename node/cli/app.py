@@ -158,7 +158,7 @@ def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
     if config.node:
         from node.cli.lend import lend
 
-        return lend(config)
+        return lend(config, str(of_run.get("task", "")))
     with _claim_state_dir(config.state_dir) as state_dir:
         config, lines = apply_saved(replace(config, state_dir=state_dir), state_dir)
         for line in lines:

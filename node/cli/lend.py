@@ -22,17 +22,18 @@ from node.runtime.cgroup import bounded_spin
 _RETRY_SECONDS, _CONNECT_SECONDS = 0.5, 5.0
 
 
-def lend(config: PeerConfig) -> int:
+def lend(config: PeerConfig, task: str) -> int:
+    """`task`: the user's own task that this machine's user agrees to run; empty: none."""
     os.environ.update(bounded_spin(os.environ))  # OpenMP reads it when PyTorch is loaded
     import node.ranks.lent
     from node.runtime.fork_server import ForkServer
 
     ForkServer.begin()
     devices = lent_devices(config)  # not earlier, because it asks for GPUs
-    return asyncio.run(_lend(config, devices, node.ranks.lent.REFUSED, node.ranks.lent.OVER))
+    return asyncio.run(_lend(config, task, devices, node.ranks.lent.REFUSED, node.ranks.lent.OVER))
 
 
-async def _lend(config: PeerConfig, devices: tuple[str, ...], refused: int, over: int) -> int:
+async def _lend(config: PeerConfig, task: str, devices: tuple[str, ...], refused: int, over: int) -> int:
     import torch
 
     me = f"machine {config.node} of {config.nodes}"
@@ -43,9 +44,10 @@ async def _lend(config: PeerConfig, devices: tuple[str, ...], refused: int, over
         "torch": str(torch.__version__),
     }
     _say(f"{me} lends {', '.join(devices)} to the peer of machine 0, at {config.rendezvous}; Ctrl-C ends it")
+    _say("devices, data, model, template, task, threads and nice are this machine's; all else given is machine 0's")
     while True:
         with await _reach(config) as link:
-            code = await _ranks(config, devices, link, hello)
+            code = await _ranks(config, task, devices, link, hello)
         if code == over:
             return 0
         if code == refused:
@@ -77,7 +79,9 @@ async def _reach(config: PeerConfig) -> socket.socket:
     )
 
 
-async def _ranks(config: PeerConfig, devices: tuple[str, ...], link: socket.socket, hello: dict[str, Any]) -> int:
+async def _ranks(
+    config: PeerConfig, task: str, devices: tuple[str, ...], link: socket.socket, hello: dict[str, Any]
+) -> int:
     """Be this machine's ranks of one worker; returns the exit code of their process."""
     from node.ranks.cluster import send
     from node.runtime.child_process import ChildProcess
@@ -86,6 +90,7 @@ async def _ranks(config: PeerConfig, devices: tuple[str, ...], link: socket.sock
         send(link, hello)
     own = {
         "devices": devices,
+        "task": task,
         "data": str(config.data.absolute()) if config.data else "",
         "model": config.model or "",
         "template": str(config.template.absolute()) if config.template else "",

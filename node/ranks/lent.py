@@ -26,7 +26,7 @@ from node.ranks.group import MAX_LINE_BYTES, RankGroup, run_to_end
 from node.ranks.worker import be_rank
 from node.runtime.notes import be_quiet
 from node.tasks.hf.settings import HfValues
-from node.tasks.spec import WorkerSpec
+from node.tasks.spec import OwnValues, WorkerSpec
 from node.training import shared
 from node.training.failure import write_where_it_stands
 
@@ -45,8 +45,13 @@ def _serve(link: socket.socket, own: dict[str, Any]) -> int:
     if word != "begin":
         print(value, file=sys.stderr, flush=True)
         return {"refused": REFUSED, "over": OVER}.get(word, 0)
-    machines = Machines.joined(value["machines"], link)
     spec = spec_here(WorkerSpec.from_json(value["spec"]), own)
+    if isinstance(spec.values, OwnValues) and spec.values.name != own["task"]:
+        why = f"the user of a machine that lends its devices has to agree to its code by --task {spec.values.name}"
+        send(link, {"refused": f"this run trains a user's own task: {why}"})
+        print(f"starling: {why}", file=sys.stderr, flush=True)
+        return REFUSED
+    machines = Machines.joined(value["machines"], link)
     torch.set_num_threads(spec.threads)
     be_quiet()
     group = RankGroup.fork(machines, shared.create(), partial(be_rank, spec))

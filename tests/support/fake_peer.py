@@ -149,5 +149,5 @@ def module(name: str, **content: object) -> None:
 if __name__ == "__main__":
     module("node.session.peer", Peer=Peer)
     cli.load_peer = load_peer  # type: ignore[assignment]
-    module("node.config.run_config", load_run=load_run, RunConfig=object)
+    cli.load_run = load_run  # type: ignore[assignment]
     sys.exit(cli.main())
