@@ -133,6 +133,10 @@ class Rank:
         assert self.job.generate
         return self.job.generate(base64.b64decode(prompt), tokens, temperature, seed)
 
+    def count_moments(self) -> float:
+        """Of all ranks: one that trains no part of a small model has none."""
+        return self._group.total(len(self.learner.placed_moments()))[0]
+
     def write_moments(self, path: str) -> None:
         parts = [each.part for each in self.learner.placed_moments()]
         if self._group.far:
@@ -280,7 +284,7 @@ class RankedWorker(Worker):
             self._learner.everywhere("publish")
 
     def _write_state(self, path: Path) -> int:
-        if not self._learner.own.learner.placed_moments():
+        if not self._learner.everywhere("count_moments"):
             return tensors.write(path, {}, STATE_ABOUT)
         entries = moment_entries(self._learner.own.learner.trained_layout, self._recipe)
         if self._learner.own.learner.loss_scale:
