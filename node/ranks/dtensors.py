@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from node.ranks.division import RanksError, microbatches, units
+from node.ranks.division import RanksError, units
 from node.ranks.group import RankGroup
-from node.tasks.base import Batch, Step, Task, extra, trained
+from node.ranks.steps import RankSteps
+from node.tasks.base import Task, extra, trained
 from node.tasks.checkpointing import repeated_blocks
 from node.tasks.flat import layout_of
 from node.tasks.recipe import Recipe
@@ -43,7 +44,7 @@ from node.training.inner_optimizer import (
     spans,
 )
 from node.training.muon import Muon, fast_dtype, orthogonalized
-from node.training.task_learner import MicrobatchLoss, StepLearner, require_matrices
+from node.training.task_learner import MicrobatchLoss, require_matrices
 from protocols.base import Layout, Vector
 
 DATA, TENSOR = "data", "tensor"
@@ -85,7 +86,7 @@ class Piece:
         return [sum(at * stride for at, stride in zip(each, strides, strict=False)) + last for each in outer]
 
 
-class ShardedLearner(StepLearner):
+class ShardedLearner(RankSteps):
     """One rank's learner of a module whose parameters are divided. All ranks evaluate together."""
 
     needs_all, is_shared = True, False
@@ -130,7 +131,6 @@ class ShardedLearner(StepLearner):
         if mesh[DATA].size() == 1:
             autocast = autocast or computes
         super().__init__(task, recipe, seed=seed, device=group.device.type, autocast=autocast)
-        self.position = 0
         now = [part._parameters[key] for part, key in owners]
         self._pieces = [*_pieces(self.layout, now, mesh, {id(part) for part in summed}, owners)]
         self._optimizer = ShardOptimizer(
@@ -148,20 +148,11 @@ class ShardedLearner(StepLearner):
             dist.broadcast(buffer.detach(), 0)
         torch.manual_seed(self._seed + self._mesh[DATA].get_local_rank())  # of dropout
 
-    def step_at(self, position: int, round_number: int, step: int) -> Step:
-        self.position = position
-        return self.step(round_number, step)
-
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
         for piece in self._pieces:
             piece.parameter.grad = None
-
-    def _microbatches(self) -> Iterator[tuple[Batch, int, float]]:
-        position = self.position
-        self.position += self._recipe.batches
-        return microbatches(self._task, self._seed, position, self._units, self._by_token)
 
     def _accumulate(self) -> list[MicrobatchLoss]:
         """Also of a microbatch that does not count: each rank takes part in each collective."""
@@ -175,12 +166,6 @@ class ShardedLearner(StepLearner):
     def _gather(self, losses: Sequence[MicrobatchLoss]) -> int:
         (count,) = self._group.total(sum(each.count for each in losses))
         return round(count / self._mesh[TENSOR].size())
-
-    def _mean(self, losses: Sequence[MicrobatchLoss]) -> float:
-        values = torch.stack([each.loss for each in losses]).tolist() if losses else []
-        weighted = sum(value * each.weight for value, each in zip(values, losses, strict=True))
-        loss, weight = self._group.total(weighted, sum(each.weight for each in losses))
-        return loss / weight
 
     # -- the shared vectors --------------------------------------------------------------------------------------------
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from node.ranks.collectives import GradientSum, fastest
-from node.ranks.division import cuts, microbatches, units
+from node.ranks.division import cuts, units
 from node.ranks.group import RankGroup
-from node.tasks.base import Batch, Step, Task
+from node.ranks.steps import RankSteps
+from node.tasks.base import Task
 from node.tasks.extra import find
 from node.tasks.flat import FlatParameters, View
 from node.tasks.recipe import Recipe
@@ -30,7 +31,7 @@ from node.training.task_learner import MicrobatchLoss, TaskLearner
 from protocols.base import Layout, Vector
 
 
-class ZeroLearner(TaskLearner):
+class ZeroLearner(RankSteps, TaskLearner):
     """One rank's learner. `keeps_gradients`: zero1, whose gradients are as long as the parameters on each rank.
 
     `is_shared`: the parameters are the vector that is shared with the peer, and not on a device of their own.
@@ -83,10 +84,6 @@ class ZeroLearner(TaskLearner):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def step_at(self, position: int, round_number: int, step: int) -> Step:
-        self.position = position
-        return self.step(round_number, step)
-
     def _optimizer_of(self, flat: FlatParameters) -> InnerOptimizer:
         group, recipe = self._group, self._recipe
         borders = [end for matrix in matrices(flat.layout) for end in matrix[:2]]
@@ -108,11 +105,6 @@ class ZeroLearner(TaskLearner):
         self._optimizer.clear()
         self._flat.gradient.zero_()
 
-    def _microbatches(self) -> Iterator[tuple[Batch, int, float]]:
-        position = self.position
-        self.position += self._recipe.batches
-        return microbatches(self._task, self._seed, position, self._units, self._by_token)
-
     def _accumulate(self) -> list[MicrobatchLoss]:
         if self._keeps_gradients:
             return super()._accumulate()
@@ -131,13 +123,11 @@ class ZeroLearner(TaskLearner):
 
     def _mean(self, losses: Sequence[MicrobatchLoss]) -> float:
         """After the optimiser's step: no rank returns before all parts of the vector are written."""
-        values = torch.stack([each.loss for each in losses]).tolist() if losses else []
-        weighted = sum(value * each.weight for value, each in zip(values, losses, strict=True))
-        loss, weight = self._group.total(weighted, sum(each.weight for each in losses))
+        mean = super()._mean(losses)
         if not self.is_shared:
             for owner in range(self._group.size):
                 dist.broadcast(self._flat.vector[self._cuts[owner] : self._cuts[owner + 1]], owner)
-        return loss / weight
+        return mean
 
     def _store_extra(self) -> None:
         """Every rank has its own running statistics: their mean counts."""

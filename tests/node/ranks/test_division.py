@@ -17,7 +17,8 @@ from torch import nn
 
 from node.ranks import lent
 from node.ranks.cluster import send
-from node.ranks.division import RanksError, cuts, microbatches, units
+from node.ranks.division import RanksError, cuts, units
+from node.ranks.steps import microbatches
 from node.tasks.recipe import Recipe
 from node.tasks.spec import OwnValues, WorkerSpec
 
