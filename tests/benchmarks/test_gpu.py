@@ -16,6 +16,7 @@ from node.tasks.gpt import Gpt
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_case_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
