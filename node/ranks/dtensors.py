@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from node.ranks.division import RanksError, units
 from node.ranks.group import RankGroup
-from node.ranks.steps import RankSteps
+from node.ranks.steps import KeptTensors, RankSteps, take_from_first
 from node.tasks.base import Task, extra, trained
 from node.tasks.checkpointing import repeated_blocks
 from node.tasks.flat import layout_of
@@ -123,6 +123,7 @@ class ShardedLearner(RankSteps):
         shared = group.shared(sum(self.layout.sizes()))
         if group.founds:
             _write(parameters, shared.local)
+        self.kept = KeptTensors(task)
         owners = [*_owners(task.module, parameters)]
         computes = _keep_in_float32(parameters)
         summed = divide(task, mesh, computes, offload == "parameters")
@@ -145,7 +146,7 @@ class ShardedLearner(RankSteps):
 
     def begin(self) -> None:
         for buffer in self._task.module.buffers():
-            dist.broadcast(buffer.detach(), 0)
+            take_from_first(buffer)
         torch.manual_seed(self._seed + self._mesh[DATA].get_local_rank())  # of dropout
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class ShardedLearner(RankSteps):
 
     def publish(self) -> None:
         """Write this rank's parts into the shared vector."""
+        self.kept.share()
         with self._group.publishing(sum(self.layout.sizes())) as local:
             for piece in self._pieces:
                 if piece.is_first:

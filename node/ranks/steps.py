@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from node.ranks.division import Unit
 from node.ranks.group import RankGroup
 from node.tasks.base import Batch, Step, Task, count_targets
+from node.tasks.extra import find
+from node.tasks.user_task import OwnTask
 from node.training.task_learner import MicrobatchLoss, StepLearner
 
 
@@ -17,6 +20,7 @@ class RankSteps(StepLearner):
 
     _group: RankGroup
     _units: Sequence[Unit]
+    kept: KeptTensors
 
     def step_at(self, position: int, round_number: int, step: int) -> Step:
         self.position = position
@@ -32,6 +36,41 @@ class RankSteps(StepLearner):
         weighted = sum(value * each.weight for value, each in zip(values, losses, strict=True))
         loss, weight = self._group.total(weighted, sum(each.weight for each in losses))
         return loss / weight
+
+
+class KeptTensors:
+    """What training changes in a user's module, and no vector holds: of the ranks, the first one's counts."""
+
+    def __init__(self, task: Task) -> None:
+        names = {*task.kept, *task.private} if isinstance(task, OwnTask) else ()
+        self._module = task.module
+        self._like = {name: self._form(name) for name in sorted(names)}
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._like]
+
+    def share(self) -> None:
+        """All ranks call it together. A tensor that has another form by now, on any rank, is left alone."""
+        if not self._like:
+            return
+        same = torch.tensor([self._form(name) == form for name, form in self._like.items()], dtype=torch.uint8)
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        for name, is_same in zip(self._like, same.tolist(), strict=True):
+            if is_same and (tensor := find(self._module, name)) is not None:
+                take_from_first(tensor)
+
+    def _form(self, name: str) -> object:
+        tensor = find(self._module, name)
+        return None if tensor is None else (type(tensor), tensor.shape, tensor.dtype)
+
+
+def take_from_first(tensor: torch.Tensor) -> None:
+    """All ranks call it together."""
+    held = tensor.detach().contiguous()
+    dist.broadcast(held, 0)
+    if not torch.equal(held, tensor):
+        tensor.detach().copy_(held)
 
 
 def microbatches(

@@ -26,6 +26,8 @@ from node.ranks.zero import ZeroLearner
 from node.runtime import tensors
 from node.runtime.notes import note, warn
 from node.tasks.base import Step, Task
+from node.tasks.bystanders import listed
+from node.tasks.extra import EXTRA
 from node.tasks.hf.memory import available_bytes
 from node.tasks.hf.settings import ModelPins
 from node.tasks.recipe import Recipe
@@ -116,9 +118,9 @@ class Rank:
         pins = asdict(self.job.pins) if self.job.pins else None
         return {"sample": base64.b64encode(sample).decode(), "pins": pins}
 
-    def begin(self, layout: list[list[tuple[str, list[int]]]]) -> None:
+    def begin(self, layout: list[list[tuple[str, list[int]]]], kept: list[str]) -> None:
         mine = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in layout))
-        if mine != self.learner.layout:
+        if mine != self.learner.layout or kept != self.learner.kept.names:
             raise ValueError("the task differs between devices: it must not depend on the device, or on chance")
         self.learner.begin()
         if self.learner.loss_scale:
@@ -128,6 +130,17 @@ class Rank:
             if self._group.rank:  # rank 0's is that of the peer
                 self.learner.loss_scale.share(known)
         self._group.begin(self._spec.nice)
+
+    def tell_of_statistics(self) -> None:
+        """Such as BatchNorm's: the user should know whose batches they come from."""
+        extra = [each.removeprefix(EXTRA) for each, _ in self.learner.layout.fragments[0] if each.startswith(EXTRA)]
+        if extra:
+            note(
+                f"{listed(extra)}: each rank follows its own batches, and after each step all have the mean, which "
+                f"follows the data about {self._group.size} times more slowly than on one device"
+            )
+        if kept := self.learner.kept.names:
+            note(f"{listed(kept)}: each rank has its own during a round, and then all have the first rank's")
 
     def generate(self, prompt: str, tokens: int, temperature: float, seed: int) -> bytes:
         assert self.job.generate
@@ -248,10 +261,11 @@ class RankedWorker(Worker):
         # Each may hold the whole model on the CPU while it builds.
         at_once = available_bytes(CPU) // (2 * 4 * sum(own.learner.layout.sizes()))
         learner.everywhere("build_in_turn", at_once=max(1, at_once), of_first=own.compared())
-        learner.everywhere("begin", layout=own.learner.layout.fragments)
+        learner.everywhere("begin", layout=own.learner.layout.fragments, kept=own.learner.kept.names)
         if not resume:
             where = f"{spec.nodes} machines" if spec.nodes > 1 else _listed(spec.devices)
             note(f"{group.size} ranks train together ({own.shard}), on {where}")
+            own.tell_of_statistics()
         if own.job.check_first_loss:
             own.job.check_first_loss(learner.evaluate())
         job = replace(own.job, learner=learner, generate=learner.generate if own.job.generate else None)
@@ -280,7 +294,7 @@ class RankedWorker(Worker):
         self._local_training.reset(carried)
 
     def _publish(self) -> None:
-        if not self._learner.is_shared:
+        if not self._learner.is_shared or self._learner.own.learner.kept.names:
             self._learner.everywhere("publish")
 
     def _write_state(self, path: Path) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from node.ranks.collectives import GradientSum, fastest
 from node.ranks.division import cuts, units
 from node.ranks.group import RankGroup
-from node.ranks.steps import RankSteps
+from node.ranks.steps import KeptTensors, RankSteps, take_from_first
 from node.tasks.base import Task
 from node.tasks.extra import find
 from node.tasks.flat import FlatParameters, View
@@ -65,6 +65,7 @@ class ZeroLearner(RankSteps, TaskLearner):
             autocast=autocast,
             gradients=keeps_gradients,
         )
+        self.kept = KeptTensors(task)
         self._is_reduced = autocast == torch.bfloat16 or self._flat.compute is not None
         if not self.is_shared and group.founds:
             group.shared(len(self.vector)).local.copy_(self.vector)
@@ -76,7 +77,7 @@ class ZeroLearner(RankSteps, TaskLearner):
         if isinstance(self._task, OwnTask):  # the frozen parameters of a model are pinned by their hash
             others += [each for each in module.parameters() if not each.requires_grad]
         for tensor in others:
-            dist.broadcast(tensor.detach(), 0)
+            take_from_first(tensor)
         torch.manual_seed(self._seed + self._group.rank)  # of dropout
         self._add = fastest(self._group, self._cuts, self._is_reduced)
         if not self._keeps_gradients:
@@ -153,6 +154,7 @@ class ZeroLearner(RankSteps, TaskLearner):
 
     def publish(self) -> None:
         """Write this rank's part into the shared vector."""
+        self.kept.share()
         if not self.is_shared:
             with self._group.publishing(len(self.vector)) as local:
                 local[self._part].copy_(self.vector[self._part])

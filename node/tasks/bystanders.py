@@ -48,12 +48,18 @@ class Bystanders:
                 part._buffers[key] = tensor
         self._versions = self._present_versions()
 
-    def changed(self, copies: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
-        """Names of the tensors that differ from the copies: those to average, and those of too precise a dtype."""
+    def changed(self, copies: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str], list[str]]:
+        """Names of the tensors that differ from the copies: those to average, those of too precise a dtype, and those
+        that do not count.
+        """
         names = [name for name, old in copies.items() if not same_values(find(self._module, name), old)]
-        names = [name for name in names if self._counts(name)]
-        averaged = [name for name in names if copies[name].dtype in DTYPES]
-        return averaged, [name for name in names if name not in averaged]
+        counted = [name for name in names if self._counts(name)]
+        averaged = [name for name in counted if copies[name].dtype in DTYPES]
+        return (
+            averaged,
+            [name for name in counted if name not in averaged],
+            [name for name in names if name not in counted],
+        )
 
     def _counts(self, name: str) -> bool:
         path, _, key = name.rpartition(".")

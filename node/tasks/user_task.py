@@ -37,20 +37,28 @@ _LOSS = "loss() must return a tensor without dimensions that depends on the para
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one batch changes beside the trained tensors, which of these are too precise, and what gets no gradient."""
+    """What one batch changes beside the trained tensors: what is averaged, too precise for that, or of no interest to
+    other peers; and what gets no gradient.
+    """
 
     extra: list[str]
     imprecise: list[str]
+    private: list[str]
     unreached: list[str]
 
 
 class OwnTask:
-    """A `Task` that names the user's task in its errors. `kept`: changed tensors that each peer keeps for itself."""
+    """A `Task` that names the user's task in its errors.
+
+    Of the tensors that training changes, a peer keeps for itself those that are `kept`, and those that are `private`:
+    of integers, or not persistent.
+    """
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self._task = name, task
         self._changed: list[str] = []
         self.kept: list[str] = []
+        self.private: list[str] = []
 
     @property
     def module(self) -> nn.Module:
@@ -131,6 +139,7 @@ class OwnTask:
                 raise self._fault(_LOSS)
             self._changed = found.extra
             self.kept = [name for name in (*found.extra, *found.imprecise) if name not in self.extra()]
+            self.private = [name for name in found.private if name not in self.extra()]
             if (count := len(self.trained()) + 2 * len(self.extra())) > MAX_TENSORS:  # each may have padding before it
                 raise self._fault(f"{count} tensors to average, at most {MAX_TENSORS}: buffers may be non-persistent")
             return [*self._lines(found)]

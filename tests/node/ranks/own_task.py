@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,17 +14,21 @@ from node.tasks.base import TaskContext
 
 
 class Shapes:
-    def __init__(self, context: TaskContext, fails_at: int = -1, hangs_at: int = -1) -> None:
-        self.fails_at, self.hangs_at, self.device = fails_at, hangs_at, context.device
+    def __init__(self, context: TaskContext, fails_at: int = -1, hangs_at: int = -1, writes: str = "") -> None:
+        self.fails_at, self.hangs_at, self.writes, self.device = fails_at, hangs_at, writes, context.device
         torch.manual_seed(context.seed)
         layers = (nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-        self.module = nn.Sequential(*layers).to(context.device)
+        self.module = nn.Sequential(*layers)
+        self.module.register_buffer("latest", torch.zeros(8, dtype=torch.float64))  # too precise to be averaged
+        self.module.to(context.device)
 
     def batch(self, seed: int, position: int) -> tuple[torch.Tensor, ...]:
         if position % 4 == self.fails_at:
             raise LookupError(f"no batch {position}")
         if position == self.hangs_at:
             time.sleep(1000)
+        if self.writes:  # what this rank holds before it computes
+            torch.save(dict(self.module.named_buffers()), Path(self.writes, f"{os.getpid()}-{position}"))
         random = torch.Generator().manual_seed(1000 * seed + position)
         inputs = torch.randn(12, 8, generator=random)
         labels = inputs[:, :3].argmax(1)
@@ -33,12 +39,10 @@ class Shapes:
         return int((batch[-1] >= 0).sum())
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.module.training:
+            self.module.latest.copy_(inputs.mean(0))
         return functional.cross_entropy(self.module(inputs.to(self.device)), labels.to(self.device))
 
     def evaluate(self) -> float:
         with torch.no_grad():
             return float(self.loss(*self.batch(10**6, 0)))
-
-
-def shapes(context: TaskContext, fails_at: int = -1, hangs_at: int = -1) -> Shapes:
-    return Shapes(context, fails_at, hangs_at)

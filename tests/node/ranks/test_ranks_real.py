@@ -42,7 +42,7 @@ RECIPE = Recipe(STEPS, 5, 1e-2, 0.9, 0.5, warmup_steps=4, batches=4)
 TOLERANCE, MUON_TOLERANCE = 1e-4, 1e-2
 """Of the parameters after 20 steps, relative to how far one process has moved them. Muon computes in bfloat16."""
 ORPHAN_SECONDS = 5.0
-OWN = "tests.node.ranks.own_task:shapes"
+OWN = "tests.node.ranks.own_task:Shapes"
 
 
 @pytest_asyncio.fixture
@@ -71,7 +71,7 @@ def gpt(**recipe: Any) -> WorkerSpec:
     return WorkerSpec(values, replace(RECIPE, **recipe), 3, 9, threads=1, device="cpu")
 
 
-def own(**options: int) -> WorkerSpec:
+def own(**options: int | str) -> WorkerSpec:
     recipe = replace(RECIPE, mean="token", decay="matrices")
     return WorkerSpec(OwnValues(OWN, options), recipe, 3, 9, threads=1, device="cpu")
 
@@ -218,6 +218,23 @@ async def test_ranks_compute_what_one_process_does(
             if task != "own":
                 assert await group.generate(b"1. Ann", 4) == await one.generate(b"1. Ann", 4)
             assert group.restarts == one.restarts == 0
+
+
+async def test_ranks_have_the_same_buffers_at_the_end_of_a_round(
+    compute: ThreadCompute, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those that no vector holds; and the user is told whose batches they come from."""
+    async with RemoteTrainer(grouped(own(writes=str(tmp_path)), "zero1 x3"), compute) as trainer:
+        for number in range(2):
+            await round_of(trainer, number)
+        pids = [each.pid for each in ranks_of(trainer)]
+    each, *others = (torch.load(tmp_path / f"{pid}-{80 + rank}") for rank, pid in enumerate(pids))
+    assert each["1.num_batches_tracked"] and each["latest"].abs().sum()
+    assert each.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked", "latest"}
+    assert all(torch.equal(each[name], other[name]) for other in others for name in each)
+    said = caplog.text
+    assert " 1.running_mean, 1.running_var: each rank follows its own batches, and after each step all have " in said
+    assert " 1.num_batches_tracked, latest: each rank has its own during a round, and then all have the fi" in said
 
 
 def ranks_of(trainer: RemoteTrainer) -> list[psutil.Process]:
