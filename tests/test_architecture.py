@@ -26,16 +26,22 @@ AHEAD = {"node/tasks/hf/streamed.py"}
 """It fetches ahead in the worker, which has no event loop."""
 RANKS = {f"node/ranks/{name}.py" for name in ("cluster", "group", "lent")} | {"node/cli/lend.py"}
 """The processes of a worker, which has no event loop."""
+LIBRARY = {f"node/library/{name}.py" for name in ("link", "swarm", "child")}
+"""The process of a user's script, which has no event loop of ours."""
 ONLY_IN: dict[str, set[str]] = {
-    "time": {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"} | AHEAD | RANKS,
-    "socket": {"node/training/process.py", "node/training/worker.py"}
+    "time": LIBRARY
+    | {"node/runtime/clock.py", "node/training/worker.py", "node/training/stage_worker.py"}
+    | AHEAD
+    | RANKS,
+    "socket": LIBRARY
+    | {"node/training/script.py", "node/training/process.py", "node/training/worker.py"}
     | {f"node/direct/{name}.py" for name in ("connection", "handshake", "inbound")}
     | {"node/page/server.py", "node/runtime/child_process.py", "node/runtime/listening.py"}
     | FORKS
     | RANKS,
-    "threading": AHEAD | FORKS | RANKS,
+    "threading": LIBRARY | AHEAD | FORKS | RANKS,
     "concurrent": {"node/runtime/compute.py"} | AHEAD,
-    "subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
+    "subprocess": LIBRARY | {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "asyncio.subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "multiprocessing": set(),
     "pickle": set(),
@@ -44,7 +50,8 @@ ONLY_IN: dict[str, set[str]] = {
     "protocols.registry.load_averager": PEER,
     "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
     # the way out; ending a child, and what it has started; a worker that is asked where it stands
-    "signal": {"node/session/shutdown.py", "node/training/failure.py"}
+    "signal": LIBRARY
+    | {"node/session/shutdown.py", "node/training/failure.py"}
     | {f"node/runtime/{name}.py" for name in ("child_process", "reaper")}
     | FORKS,
     "protocols.butterfly.averager": PEER,
@@ -81,6 +88,7 @@ BROAD_EXCEPT = {
     "node/training/worker.py",
     "node/runtime/fork_server.py",
     "node/ranks/group.py",
+    "node/library/swarm.py",
 }
 
 

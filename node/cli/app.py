@@ -32,7 +32,7 @@ from node.session.fatal import FatalPeerError
 from node.session.shutdown import exit_on_signal, run_peer
 from node.storage.statedir import holds_run, is_over
 from node.tasks.hf.settings import ModelError
-from node.tasks.name import HUGGING_FACE, is_own
+from node.tasks.name import HUGGING_FACE, LOOP, is_own
 from node.ui.control import claimed
 from node.ui.encoding import prepare_streams
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
@@ -128,7 +128,7 @@ def swarm(
 ) -> int:
     """Run a whole swarm on this machine, and check at the end that all peers agree."""
     with exit_on_signal():
-        from node.cli.swarm_command import Swarm, swarm_directory
+        from node.cli.swarm_command import LocalSwarm, swarm_directory
 
         of_run = {"run": run, "task": task, "protocol": protocol, "stages": stages, "inner": inner}
         if device:  # refused before anything is started
@@ -136,7 +136,7 @@ def swarm(
         stages = _check(of_run, rounds) if any(of_run.values()) else 1  # before anything is started
         if peers < stages:
             raise CommandError(f"{stages} stages need as many peers, not {peers}: give --peers {stages} or more")
-        return Swarm(
+        return LocalSwarm(
             swarm_directory(dir),
             peers=peers,
             stages=stages,
@@ -221,6 +221,8 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
             f"{state_dir} holds no run to resume: to join run {config.run_id[:12]}, give the address of one of its "
             "peers with --bootstrap; to start a new run, leave --run-id out"
         )
+    if config.own_loop and not {"task", "run"} & of_run.keys():
+        of_run = {**of_run, "task": LOOP}
     return replace(config, rounds=None), _load_run(of_run, config.rounds)
 
 

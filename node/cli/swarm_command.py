@@ -152,7 +152,7 @@ class Participant:
             return ""
 
 
-class Swarm:
+class LocalSwarm:
     """All peers of a swarm, from the first start to the summary."""
 
     def __init__(

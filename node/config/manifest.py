@@ -24,6 +24,7 @@ from node.config.run_config import RunConfig
 from node.config.task_tables import STRICT
 from node.config.toml import MAX_BYTES, canonical, one_line
 from node.tasks.hf.settings import ModelPins
+from node.tasks.name import LOOP
 from node.tasks.recipe import MAX_ELEMENTS
 from protocols.base import RUN_SCOPE, Layout, Member, PeerId, Signer, stage_scope
 
@@ -129,6 +130,8 @@ class Manifest:
             raise ManifestError(
                 f"on this machine the model has {what}: use the versions of transformers and peft that others use"
             )
+        if self.config.task == LOOP:
+            raise ManifestError(f"the script's model has {what}: use the model, and its names, that the others use")
         version = f"version of {own.partition(':')[0]}" if own else "version of Starling"
         raise ManifestError(f"on this machine the model has {what}: use the {version} that the others use")
 

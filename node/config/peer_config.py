@@ -264,6 +264,13 @@ class PeerConfig:
     relay: bool | None = setting(
         None, "Let others talk through this peer; no limit counts these bytes.", default="only without limits and quota"
     )
+    own_loop: bool = setting(
+        False,
+        "Train by a script of your own, which attaches to this peer.",
+        more="See docs/own-loop.md.",
+        option="--own-loop",
+        scope="peer",
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = setting(
         "auto", "Where to train.", more="auto is cuda or mps if there is one, else cpu.", metavar="NAME"
     )

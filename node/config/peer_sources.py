@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from node.config.multiaddrs import ANY_PORT
 from node.config.peer_config import FILE_KEYS, SETTABLE, SETTINGS, PeerConfig, option_name
 from node.config.toml import BYTE_ORDER_MARKS, ConfigError, check_keys, in_quotes, one_line, read_toml, suggestion
-from node.storage.json_file import read_json
+from node.runtime.json_file import read_json
 
 PREFIX = "NODE_"
 SETTINGS_FILE = "settings.json"

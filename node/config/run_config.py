@@ -102,8 +102,9 @@ class RunConfig:
         "Name of the run, shown to people.", "starling"
     )
     task: Annotated[str, AfterValidator(names.known)] = described(
-        "What is trained: gpt, paced, hf (a model of Hugging Face), or your own by the name of its factory, "
-        "package.module:factory. The first three are set up by the table of their name, your own by [options].",
+        "What is trained: gpt, paced, hf (a model of Hugging Face), loop (each peer's own script), or your own by the "
+        "name of its factory, package.module:factory. The first three are set up by the table of their name, your own "
+        "by [options].",
         "gpt",
     )
     protocol: Annotated[str, Field(min_length=1, max_length=32)] = described(
@@ -164,7 +165,7 @@ class RunConfig:
     options: Annotated[dict[str, Any], AfterValidator(names.plain)] | None = None
 
     def __post_init__(self) -> None:
-        table = "options" if names.is_own(self.task) else self.task
+        table = "options" if names.is_own(self.task) or self.task == names.LOOP else self.task
         if {name for name in _OF_TASKS if getattr(self, name) is not None} != {table}:
             raise ValueError(f"task {self.task} takes the table [{table}] and no other task's")
         if self.robust != "mean" and self.codec == "topk":
@@ -224,7 +225,7 @@ class RunConfig:
     @property
     def own_task(self) -> str:
         """Name of the user's own task; empty if the task is built in."""
-        return self.task if self.options is not None else ""
+        return self.task if names.is_own(self.task) else ""
 
     @property
     def consent_task(self) -> str:
@@ -327,7 +328,7 @@ def _expanded(values: dict[str, Any]) -> dict[str, Any]:
     """Add the values of the preset, and drop the tables of other tasks."""
     task = values.setdefault("task", "gpt")
     gpt, paced, hf, options = (values.pop(table) for table in _OF_TASKS)
-    if isinstance(task, str) and names.is_own(task):
+    if isinstance(task, str) and (names.is_own(task) or task == names.LOOP):
         return {**values, "options": options, "recipe": {**_RECIPE_OF_MODELS, **values["recipe"]}}
     if task == names.HUGGING_FACE:
         if isinstance(rank := hf.get("lora_rank"), int):

@@ -90,7 +90,7 @@ def fetchable(sealed: bytes, base: str | None = None) -> FetchableRun:
         run, config = f"run {manifest.run_id[:12]}", manifest.config
         if config.protocol != "butterfly":
             raise ModelError(f"{run} averages by {config.protocol}, so each peer has a model of its own: {instead}")
-        if config.own_task:
+        if config.options is not None:
             raise ModelError(f"{run} trains {config.task}, and only its peers know its tensors: {instead}")
         layouts = tuple(_layout(manifest, stage, base) for stage in range(len(manifest.stages or (None,))))
         for stage, layout in enumerate(layouts):

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from node.storage.json_file import read_json, replace_private
+from node.runtime.json_file import read_json, replace_private
 from protocols.peers.estimates import RecentDict
 
 MAX_SESSIONS = 64

@@ -22,7 +22,7 @@ from pathlib import Path
 from node.machine.rules import WORK, Mode, Wish
 from node.outer.activity import Activity
 from node.reporting.status import printable
-from node.storage.json_file import read_json
+from node.runtime.json_file import read_json
 from node.storage.statedir import write_atomically
 from protocols.base import Clock
 

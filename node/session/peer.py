@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from node.config.derived import stage_values, stream_seed, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
@@ -29,6 +29,9 @@ from node.session.stage_entrance import StageEntrance, require_stage
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+
+if TYPE_CHECKING:  # only a peer with --own-loop loads it
+    from node.training.script import ScriptEntrance
 
 Entered: TypeAlias = tuple[Manifest, RunInfo, resume.RestartPoint, RemoteTrainer, StageEntrance | None]
 """The run, what joiners get of it, from where this peer starts, its worker, and its stage if there are stages."""
@@ -57,6 +60,7 @@ class Peer:
         self._selector = RunSelector(config, state, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), self._say)
         self._session: PeerSession | None = None
         self._main: asyncio.Task[None] | None = None
+        self._scripts: ScriptEntrance | None = None
         self._finishing, self._failure, self._no_worker, self._no_result = False, "", "", ""
 
     def finish(self, why: str = "") -> None:
@@ -116,6 +120,10 @@ class Peer:
         if line := selector.over(self._wanted):
             return self._end(line)
         async with processes.running(selector.judge, self._on_asked), AsyncExitStack() as stack:
+            if self._config.own_loop:
+                from node.training.script import ScriptEntrance
+
+                self._scripts = await stack.enter_async_context(ScriptEntrance(self._state.path, self._on_asked))
             run = await self._find_run()
             if run and (line := selector.is_over(run)):
                 return self._end(line)
@@ -233,6 +241,11 @@ class Peer:
                 self._say(why)
 
     def _worker(self, spec: WorkerSpec) -> RemoteTrainer:
+        if self._scripts:
+            from node.training.script import ScriptTrainer
+
+            waiting = partial(self._tracker.set_state, "waiting")
+            return ScriptTrainer(spec, self._processes.compute, self._scripts, waiting)
         spec = replace(spec, record=self._state.data)
         if spec.stage:
             from node.training.remote_stage import RemoteStage  # only runs with stages load pipelines

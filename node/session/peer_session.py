@@ -189,7 +189,8 @@ class PeerSession:
         if self._pipeline:
             self._pipeline.announce_decided()
         # A pausing peer computes nothing.
-        if report.params_hash != self._evaluated and not self._outer_loop.activity.pauses:
+        rests = self._outer_loop.activity.pauses
+        if report.params_hash != self._evaluated and self._trainer.evaluates and not rests:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
             if not self._stage and self._view.text_is_due() and (text := await self._generate(SHOWN_BYTES)):

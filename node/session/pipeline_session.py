@@ -125,6 +125,8 @@ class PipelineSession:
 
     # -- evaluation and text ------------------------------------------------------------------------------------------
 
+    evaluates = True
+
     async def evaluate(self) -> float:
         """Held-out loss of the outer parameters of all stages; nan in other stages than 0, which have no data.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from node.reporting.report import RoundReport, Totals
 from node.reporting.status import to_json
-from node.storage.json_file import read_json
+from node.runtime.json_file import read_json
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from typing import Self
 
 from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES, sound
 from node.runtime.identity import Identity, load_or_create, sync_directory
+from node.runtime.json_file import read_json
 from node.storage.journal import KEEP_FILES
-from node.storage.json_file import read_json
 from protocols.base import PeerId
 
 SCRATCH = "scratch"  # directory of buffers on the disk; the name is here because what is refused shall not load PyTorch

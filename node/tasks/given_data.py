@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from node.runtime.json_file import read_json, replace_private
 from node.runtime.notes import note
-from node.storage.json_file import read_json, replace_private
 from node.tasks.files import counted, size_words
 
 _MAX_RECORD_BYTES = 1 << 20

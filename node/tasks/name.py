@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 HUGGING_FACE = "hf"
-BUILT_IN = ("gpt", "paced", HUGGING_FACE)
+LOOP = "loop"  # each peer trains by a script of its user's own
+BUILT_IN = ("gpt", "paced", HUGGING_FACE, LOOP)
 MAX_NAME_CHARACTERS = 128
 MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 1024

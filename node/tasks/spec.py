@@ -61,7 +61,12 @@ class StageValues:
     slots: int = -1  # file descriptor of `node.training.activation_slots`
 
 
-Values: TypeAlias = GptValues | PacedValues | OwnValues | HfValues
+@dataclass(frozen=True, slots=True)
+class LoopValues:
+    """What a user's own script trains (`node.training.script`): only the script knows."""
+
+
+Values: TypeAlias = GptValues | PacedValues | OwnValues | HfValues | LoopValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,4 +144,6 @@ def _read_values(kind: str, values: dict[str, Any]) -> Values:
         return HfValues.from_fields(values)
     if kind == GptValues.__name__:
         return GptValues(GptConfig(**values["shape"]), values["rows"])
+    if kind == LoopValues.__name__:
+        return LoopValues()
     return PacedValues(**values) if kind == PacedValues.__name__ else OwnValues(**values)

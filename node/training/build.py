@@ -18,7 +18,7 @@ from node.tasks.gpt import GptTask
 from node.tasks.gpt_presets import Preset
 from node.tasks.hf.settings import HfValues, ModelPins
 from node.tasks.paced import Paced
-from node.tasks.spec import OwnValues, PacedValues, WorkerSpec
+from node.tasks.spec import GptValues, OwnValues, PacedValues, WorkerSpec
 from node.tasks.text import load
 from node.training.inner_optimizer import LossScale
 from node.training.task_learner import TaskLearner
@@ -87,6 +87,7 @@ def build(
         autocast = _autocast(spec.precision, device, width=0)
         learner = make(own_task, spec.recipe, seed=spec.stream_seed, resume=kept, autocast=autocast)
         return Job(learner, timeout_seconds=own_task.timeout_seconds, loss_scale=learner.loss_scale)
+    assert isinstance(values, GptValues)
     text = load(spec.data, spec.held_out, data)
     preset = Preset(values.shape, values.rows, spec.recipe)
     task = GptTask(preset, text, spec.weights_seed, "cpu" if on_cpu else device)

@@ -28,7 +28,7 @@ from node.tasks.spec import WorkerSpec
 from node.training import shared
 from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerProcess
 from node.training.shared import Shared
-from node.training.worker_supervisor import WorkerSupervisor, mending_seconds
+from node.training.worker_supervisor import Supervisor, WorkerSupervisor, mending_seconds
 from protocols.aio import Notifier, run_with_helper
 from protocols.base import Compute, Layout, LocalProgress, RoundKey, Vector
 
@@ -56,6 +56,7 @@ class RemoteTrainer:
     """
 
     layout: Layout
+    _shared: Shared
 
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
         self._on_given_up = on_given_up
@@ -70,16 +71,17 @@ class RemoteTrainer:
         self._turn, self._waiting = asyncio.Lock(), 0
         self._resting = self._released = False
         self._ended: WorkerProcess | None = None  # the worker that `release` ended last
+        self._without_worker = NOTHING
         self._notifier = Notifier()
 
     async def __aenter__(self) -> Self:
         """Raises `WorkerError` if data, device or memory are not available, or the worker does not start."""
         self._descriptor = shared.create()
-        self._supervisor = WorkerSupervisor(self._spec, self._descriptor)
+        self._supervisor = self._supervisor_of(self._descriptor)
         try:
-            worker = self._worker = await WorkerProcess.start(self._spec, self._descriptor)
+            worker = self._worker = await self._supervisor.start()
             self.layout = worker.layout
-            self._shared = Shared(self._descriptor, sum(worker.layout.sizes()))
+            self._shared = self._memory(worker)
         except BaseException as error:
             os.close(self._descriptor)
             if isinstance(error, OSError):
@@ -96,6 +98,20 @@ class RemoteTrainer:
         await asyncio.gather(self._supervision, return_exceptions=True)
         del self._shared  # unmap it, even if this object is still referenced
         os.close(self._descriptor)
+
+    def _supervisor_of(self, descriptor: int) -> Supervisor:
+        return WorkerSupervisor(self._spec, descriptor)
+
+    def _memory(self, worker: WorkerProcess) -> Shared:
+        return Shared(self._descriptor, sum(worker.layout.sizes()))
+
+    def _mending_seconds(self) -> float:
+        return mending_seconds(self._spec)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether `evaluate` can be expected to work now."""
+        return True
 
     @property
     def sample_prompt(self) -> bytes:
@@ -205,7 +221,7 @@ class RemoteTrainer:
         begun: WorkerProcess | None = None
         while True:
             if self._worker is None:
-                progress(NOTHING)
+                progress(self._without_worker)
             if not await self._alive(cut):
                 return NOTHING
             with suppress(WorkerGone):
@@ -273,7 +289,7 @@ class RemoteTrainer:
         if self._worker is worker:
             self._worker = None
 
-    def _gain(self, worker: WorkerProcess) -> None:
+    async def _gain(self, worker: WorkerProcess) -> None:
         self._worker, self._notify_carried = worker, True
         self._notifier.notify()
 
@@ -311,7 +327,7 @@ class RemoteTrainer:
         if self._released:
             self._released = False
             self._notifier.notify()
-        await self._notifier.until(settled, asyncio.get_running_loop().time() + mending_seconds(self._spec))
+        await self._notifier.until(settled, asyncio.get_running_loop().time() + self._mending_seconds())
         if self._supervision.cancelled():
             raise WorkerError("the trainer is closed, so there is no worker")
         if self._supervision.done():
@@ -340,7 +356,7 @@ class RemoteTrainer:
                         self._on_given_up(str(error))
                     raise
                 self.restarts += not released
-                self._gain(worker)
+                await self._gain(worker)
         finally:
             self._worker = None
             await worker.end()

@@ -61,8 +61,8 @@ class RemoteStage(RemoteTrainer):
             self._unanswered = worker  # its steps since the anchor are dropped: it may have died in the middle of one
             self.on_lost()
 
-    def _gain(self, worker: WorkerProcess) -> None:
-        super()._gain(worker)
+    async def _gain(self, worker: WorkerProcess) -> None:
+        await super()._gain(worker)
         self.on_restored()
 
     @asynccontextmanager

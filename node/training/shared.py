@@ -5,6 +5,8 @@
     anchor      the outer parameters
 
 The peer keeps the file open, so it outlives the worker: the next worker finds the vectors as the last one left them.
+A user's script (`node.training.script`) cannot be killed, and might still write. So each gets a file of its own with
+the counters and the local parameters. The anchor is in a file by itself.
 """
 
 from __future__ import annotations
@@ -30,20 +32,34 @@ def create() -> int:
         return os.dup(file.fileno())
 
 
-class Shared:
-    """The mapped file, which is extended as needed (OSError), and may be closed afterwards. Vectors are float32."""
+def _mapped(descriptor: int, size: int) -> tuple[mmap.mmap, bool]:
+    """The file, which is extended to `size` if it is smaller, and whether it was."""
+    fresh = os.fstat(descriptor).st_size < size
+    if fresh:
+        os.ftruncate(descriptor, size)
+    return mmap.mmap(descriptor, size), fresh
 
-    def __init__(self, descriptor: int, elements: int) -> None:
-        total = _PAGE_BYTES + 2 * 4 * elements
-        self.fresh = os.fstat(descriptor).st_size < total
-        if self.fresh:
-            os.ftruncate(descriptor, total)
-        memory = mmap.mmap(descriptor, total)
+
+def shared_vector(descriptor: int, elements: int) -> tuple[Vector, bool]:
+    """A file that holds one vector, and whether nothing has been written to it yet."""
+    memory, fresh = _mapped(descriptor, 4 * elements)
+    return torch.frombuffer(memory, dtype=torch.float32, count=elements), fresh
+
+
+class Shared:
+    """The mapped file, which is extended as needed (OSError), and may be closed afterwards. Vectors are float32.
+
+    With `anchor`, the file holds no other.
+    """
+
+    def __init__(self, descriptor: int, elements: int, anchor: Vector | None = None) -> None:
+        count = elements if anchor is not None else 2 * elements
+        memory, self.fresh = _mapped(descriptor, _PAGE_BYTES + 4 * count)
         self._numbers = memoryview(memory)[:_PAGE_BYTES].cast("q")
-        vectors = torch.frombuffer(memory, dtype=torch.float32, count=2 * elements, offset=_PAGE_BYTES)
+        vectors = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=_PAGE_BYTES)
         self.loss_scale = torch.frombuffer(memory, dtype=torch.float32, count=2, offset=_SCALE_AT)  # 0, 0: not known
         self.local: Vector = vectors[:elements]
-        self.anchor: Vector = vectors[elements:]
+        self.anchor: Vector = vectors[elements:] if anchor is None else anchor
 
     @property
     def attention(self) -> bool:

@@ -33,7 +33,8 @@ from node.training.build import Allocate, Job, device_of
 from node.training.shared import Shared
 from node.training.stage_learner import ActivationCodec, StageCompute, StageLearner
 from node.training.stage_replica import StageSeconds
-from node.training.worker import CommandRejected, Worker, as_json
+from node.training.trainer import as_json
+from node.training.worker import CommandRejected, Worker
 from protocols.base import BadPayload, Buffer
 from protocols.pipeline.job import JobKind, StageJob, StageSizes
 

@@ -11,7 +11,8 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import torch
 
@@ -74,6 +75,10 @@ class LocalTraining:
     def step(self) -> None:
         step = self.learner.step(self._round, self._steps)
         self._steps += 1
+        self.add(step)
+
+    def add(self, step: Step) -> None:
+        """Count the tokens and the loss of a step."""
         if step.tokens:
             self._tokens += step.tokens
             self._loss += step.loss * step.tokens
@@ -142,6 +147,13 @@ class LocalTraining:
         norms = [torch.linalg.vector_norm(anchor - local, dtype=dtype) for anchor, local in pairs]
         # One wait for the device, however many pieces there are.
         return math.sqrt(sum(norm**2 for norm in torch.stack(norms).tolist()))
+
+
+def as_json(work: LocalProgress) -> dict[str, Any]:
+    """The fields of `LocalProgress` that a worker knows: all but the state root, which the peer computes."""
+    values = asdict(work)
+    del values["state_root"]
+    return values
 
 
 class RestGate:

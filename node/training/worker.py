@@ -45,9 +45,9 @@ from node.training.build import Job, build
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.inner_optimizer import LOSS_SCALE
 from node.training.shared import Shared
-from node.training.trainer import LocalTraining
+from node.training.trainer import LocalTraining, as_json
 from node.training.tuning import ThreadTuner
-from protocols.base import LocalProgress, Vector
+from protocols.base import Vector
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -227,13 +227,6 @@ class Worker:
             except ValueError as error:
                 raise CommandRejected(first_line(error)) from error
         return base64.b64encode(text).decode()
-
-
-def as_json(work: LocalProgress) -> dict[str, Any]:
-    """The fields of `LocalProgress` that a worker knows: all but the state root, which the peer computes."""
-    values = asdict(work)
-    del values["state_root"]
-    return values
 
 
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int, kind: type[Worker] = Worker) -> int:

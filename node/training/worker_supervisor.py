@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
+from typing import Protocol
 
 from node.runtime.cgroup import ControlGroup, memory_group, memory_kills, memory_limit_bytes
 from node.tasks.spec import WorkerSpec
@@ -35,6 +36,20 @@ def mending_seconds(spec: WorkerSpec) -> float:
     return DEATHS * start_seconds + sum(BACKOFF_SECONDS) + sum(MEMORY_BACKOFF_SECONDS)
 
 
+class Supervisor(Protocol):
+    """Where a trainer's workers come from. All methods raise `WorkerError` if there will be none."""
+
+    async def start(self) -> WorkerProcess: ...
+
+    async def restart(self, worker: WorkerProcess, how: str) -> WorkerProcess:
+        """Another one in place of a worker that ended; `how`, in words."""
+
+    async def resume(self, worker: WorkerProcess, how: str) -> WorkerProcess:
+        """Another one in place of a worker that was released, which was no death."""
+
+    def explained(self, how: str, is_killed: bool) -> str: ...
+
+
 class WorkerSupervisor:
     """Replaces the workers of one peer, which use the same shared memory. `group` counts out-of-memory kills."""
 
@@ -46,6 +61,9 @@ class WorkerSupervisor:
         self._in_a_row = 0  # of the command that the last one died in
         self._ends: deque[float] = deque(maxlen=DEATHS_AN_HOUR)
         self._starved: deque[float] = deque(maxlen=MEMORY_DEATHS)
+
+    async def start(self) -> WorkerProcess:
+        return await WorkerProcess.start(self._spec, self._memory)
 
     async def restart(self, worker: WorkerProcess, how: str) -> WorkerProcess:
         """Start another worker, with growing pauses. Raises `WorkerError`."""
@@ -60,7 +78,7 @@ class WorkerSupervisor:
             log.warning("%s: another is started", what)
             await asyncio.sleep(self._pause_seconds())
             try:
-                return await WorkerProcess.start(self._spec, self._memory)
+                return await self.start()
             except (WorkerError, OSError) as error:
                 self._in_a_row += 1
                 how = self.explained(str(error), isinstance(error, WorkerError) and error.is_killed)
@@ -75,9 +93,8 @@ class WorkerSupervisor:
         self._in_a_row = self._deaths[worker.command]
 
     async def resume(self, worker: WorkerProcess, how: str) -> WorkerProcess:
-        """Start another worker in place of one that was released, which was no death."""
         try:
-            return await WorkerProcess.start(self._spec, self._memory)
+            return await self.start()
         except (WorkerError, OSError) as error:
             return await self.restart(worker, str(error))
 

@@ -19,8 +19,8 @@ from node.network.daemon import DaemonError
 from node.network.sockets import socket_directory
 from node.reporting.status import Status, to_json
 from node.runtime.directories import user_directory
+from node.runtime.json_file import read_json, replace_private
 from node.runtime.locks import hold
-from node.storage.json_file import read_json, replace_private
 
 log = logging.getLogger(__name__)
 

@@ -113,7 +113,7 @@ def test_own_task_has_name_and_options(file: Path) -> None:
     ],
 )  # fmt: skip
 def test_only_module_and_factory_name_own_task(name: str) -> None:
-    assert "is not a task: gpt, paced, hf, or your own as package.module:factory" in refusal(None, {"task": name})
+    assert "is not a task: gpt, paced, hf, loop, or your own as package.module:factory" in refusal(None, {"task": name})
     for valid in ("mine:make", "a.b_c.D1:_e", f"{'a' * 62}:{'b' * 65}"):
         assert run({"task": valid}).own_task == valid
 
@@ -143,7 +143,7 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("task = 'paced'\n[gpt]\nlayer = 3", 'unknown key "layer" in [gpt]: did you mean "layers"?'),
         ("rounds = 3", 'unknown key "rounds": write it as "recipe.rounds", or into the table [recipe]'),
         ("protocol = 'buterfly'", 'unknown protocol "buterfly": did you mean "butterfly"?'),
-        ("task = 'gtp'", "\"task\": 'gtp' is not a task: gpt, paced, hf, or your own as package.module:factory"),
+        ("task = 'gtp'", "\"task\": 'gtp' is not a task: gpt, paced, hf, loop, or your own as package.module:factory"),
         ("task = 3", '"task" must be a text, not 3'),
         ("task = 'a:b'\noptions = 3", '"options" must be a table, [options]'),
         ("task = 'a:b'\n[options]\nx = [1]", "[options]: x must be a text, a number, true or false"),

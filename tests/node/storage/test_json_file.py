@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.storage.json_file import MAX_BYTES, read_json, replace_private
+from node.runtime.json_file import MAX_BYTES, read_json, replace_private
 
 
 def test_missing_file_is_none_and_a_damaged_one_an_error(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from node.cli.swarm_command import Participant, Swarm
+from node.cli.swarm_command import LocalSwarm, Participant
 from node.reporting.status import to_json
 from node.runtime.child_process import ChildProcess
 from node.storage.journal import Journal
@@ -178,7 +178,7 @@ async def test_peers_join_the_stages_in_turn(tmp_path: Path, monkeypatch: pytest
         (1, file, ["1"], []),  # the option overrules the file
         (1, None, [], []),
     ):
-        swarm = Swarm(tmp_path, peers=6, run=run, stages=stages)
+        swarm = LocalSwarm(tmp_path, peers=6, run=run, stages=stages)
         assert await swarm._found(swarm._peers[0])
         await swarm._join(swarm._peers[0])
         assert after("--stages", *started.values()) == founder and after("--stage", *started.values()) == others
@@ -199,7 +199,7 @@ async def test_number_of_rounds_is_asked_for_without_a_live_view(
 
     monkeypatch.setattr(ChildProcess, "start", start)
     monkeypatch.setattr(Participant, "look", look)
-    swarm = Swarm(tmp_path, peers=2)
+    swarm = LocalSwarm(tmp_path, peers=2)
     for each in swarm._peers:
         await each.start(())
     await swarm._watch()
@@ -218,7 +218,7 @@ async def test_fruitless_peer_gives_the_swarm_its_code(
         return SimpleNamespace(code=code if name == "peer-2" else 0)
 
     monkeypatch.setattr(ChildProcess, "start", start)
-    swarm = Swarm(tmp_path, peers=2)
+    swarm = LocalSwarm(tmp_path, peers=2)
     for each in swarm._peers:
         await each.start(())
         swarm._tally.add(each.name, report(each.name, 1, params_hash="h" if agrees else each.name))

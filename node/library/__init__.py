@@ -1,0 +1,5 @@
+"""For a training loop of one's own: `from node.library import Swarm`. See docs/own-loop.md."""
+
+from node.library.swarm import StepResult, Swarm, SwarmError
+
+__all__ = ["StepResult", "Swarm", "SwarmError"]

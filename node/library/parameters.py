@@ -1,0 +1,153 @@
+"""A script's parameters as one flat vector of float32: copied out at the end of a round, and in after it.
+
+They are found by name each time. So the script may move, convert back or rebind them between two steps; what it may
+not change is which names there are, their shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from node.tasks.bystanders import Bystanders, listed
+from node.tasks.extra import ExtraTensors
+from protocols.base import Layout, Vector
+
+_WRAPPERS = ("_orig_mod", "module")  # of torch.compile, and of DistributedDataParallel
+
+
+class ParametersChanged(ValueError):
+    """A parameter is not what it was at the join. The message is one line that names it."""
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model without wrappers that change the names of its parameters."""
+    wrapped = (torch._dynamo.OptimizedModule, nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, wrapped):
+        model = next(getattr(model, each) for each in _WRAPPERS if hasattr(model, each))
+    return model
+
+
+def running_statistics(model: nn.Module) -> list[str]:
+    """Names of the buffers that BatchNorm and its like change in training."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, part in model.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+        for name in ("running_mean", "running_var")
+    ]
+
+
+class Parameters:
+    """Those that take gradients now, and other tensors by name (`extra`): None means BatchNorm's statistics."""
+
+    def __init__(self, model: nn.Module, extra: Sequence[str] | None = None) -> None:
+        self._model = model = bare(model)
+        named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        if not named:
+            raise ValueError("the model has no parameter that takes gradients: there is nothing to train")
+        for name, each in named:
+            if not each.is_floating_point() or each.is_meta:
+                raise ValueError(f"parameter {name} is {'without data' if each.is_meta else each.dtype}")
+        self._expected = {name: (tuple(each.shape), each.dtype) for name, each in named}
+        self._extra_names = running_statistics(model) if extra is None else list(extra)
+        self._count = sum(math.prod(shape) for shape, _ in self._expected.values())
+        self._extra = ExtraTensors(model, self._extra_names, self._count)
+        shapes = tuple((name, shape) for name, (shape, _) in self._expected.items())
+        self.layout = Layout(((*shapes, *self._extra.fragment),))
+        self._bystanders = Bystanders(model, named)
+        self._taken: dict[str, torch.Tensor] = {}  # of parameters that are not float32, as last copied
+
+    @property
+    def elements(self) -> int:
+        return sum(self.layout.sizes())
+
+    def news(self) -> list[str]:
+        """What else changes in the model, and is not averaged; each is told once."""
+        return list(self._bystanders.news(self._extra_names))
+
+    def checked(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters by name. Raises `ParametersChanged`."""
+        present = dict(self._model.named_parameters())
+        if gone := [name for name in self._expected if name not in present]:
+            raise ParametersChanged(f"the model has no parameter {listed(gone)} any more: keep those of the join")
+        for name, (shape, dtype) in self._expected.items():
+            each = present[name]
+            if tuple(each.shape) != shape or each.dtype != dtype:
+                was, now = f"{dtype} {shape}", f"{each.dtype} {tuple(each.shape)}"
+                raise ParametersChanged(f"parameter {name} is {now}, and was {was} at the join: keep shape and dtype")
+        return [(name, present[name]) for name in self._expected]
+
+    @torch.no_grad()
+    def copy_out(self, into: Vector | None, fresh: bool = False) -> None:
+        """Write the parameters to the vector; None: another rank does. `fresh`: it holds nothing yet.
+
+        A parameter in bfloat16 is the rounded value of what was copied in. The vector gets its change since then, so
+        that rounding is not taken for training.
+        """
+        low = 0
+        for name, parameter in self.checked():
+            value = whole(parameter)
+            high = low + parameter.numel()
+            if into is not None:
+                place = into[low:high].view(value.shape)
+                if parameter.dtype == torch.float32 or fresh or name not in self._taken:
+                    place.copy_(value)
+                else:
+                    place.add_((value.float() - self._taken[name].float()).to(place.device))
+                self._remember(name, value)
+            low = high
+        if into is not None:
+            self._extra_of(into).store()
+
+    @torch.no_grad()
+    def copy_in(self, vector: Vector | None) -> None:
+        """Write the vector to the parameters, in place; None: another rank has it."""
+        try:
+            self._copy_in(vector)
+        except KeyboardInterrupt:  # half of the parameters would be of another round: do it again, then stop
+            self._copy_in(vector)
+            raise
+
+    def _copy_in(self, vector: Vector | None) -> None:
+        low = 0
+        for name, parameter in self.checked():
+            high = low + parameter.numel()
+            value = None if vector is None else vector[low:high].view(parameter.shape)
+            replace_whole(parameter, value)
+            if value is not None:
+                self._remember(name, parameter.detach() if not isinstance(parameter, DTensor) else value)
+            low = high
+        if vector is not None:
+            self._extra_of(vector).load()
+
+    def _remember(self, name: str, value: torch.Tensor) -> None:
+        if self._expected[name][1] != torch.float32:
+            self._taken[name] = value.detach().to(self._expected[name][1], copy=True)
+
+    def _extra_of(self, vector: Vector) -> ExtraTensors:
+        self._extra.allocate(lambda _: vector, resume=True)(self._count)
+        return self._extra
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, on every rank: of one that is divided, the parts are gathered."""
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def replace_whole(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Replace a parameter's values; of one that is divided, each rank gets its part from rank 0."""
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        given = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+        if value is not None:
+            given.copy_(value)
+        parts = distribute_tensor(given, parameter.device_mesh, parameter.placements)
+        local.copy_(parts.to_local())
+    elif value is not None:
+        parameter.detach().copy_(value)

@@ -1,0 +1,599 @@
+"""A training loop of one's own in a swarm: `Swarm.join`, then `swarm.step` after each step of the optimizer.
+
+The peer (network, rounds, disk) is a process of its own, which the script starts or attaches to. The script takes the
+place of that peer's worker (`node.training.worker`): the same commands, the same shared memory, carried out in `step`.
+
+    off        no swarm was given: every call returns at once
+    lost       no connection: `step` tries to attach, at most once a second
+    waiting    the peer has the parameters, and has not said yet what to train from
+    training   between two rounds: `step` counts, and looks at one word of memory
+    over       the run is over, or this peer has left it
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from node.library.child import ChildPeer
+from node.library.link import Link, LinkLost
+from node.library.parameters import Parameters
+from node.runtime.json_file import read_json
+from node.tasks.base import Step
+from node.training.shared import Shared, shared_vector
+from node.training.trainer import LocalTraining, as_json
+from protocols.base import Layout, Vector
+
+JOIN_SECONDS, WAIT_SECONDS, LEAVE_SECONDS = 600.0, 600.0, 20.0
+ATTACH = "NODE_ATTACH"  # variable with the state directory of a peer to attach to
+_ATTACH_PAUSE_SECONDS, _LOOK_SECONDS, _REPORT_SHARE = 1.0, 0.05, 0.02
+_MAX_STARTS = 5
+_UNSTEPPED_CALLS = 3
+_MAX_JOURNAL_BYTES = 1 << 18
+
+
+class SwarmError(RuntimeError):
+    """The script cannot take part, or uses the library wrongly. The message is one line: what, why, what to do."""
+
+
+class State(Enum):
+    OFF, LOST, WAITING, TRAINING, OVER = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a call of `step` did. Between rounds it only counts."""
+
+    round: int  # that the script trains for now; -1 without a swarm
+    ended: bool = False  # a round ended in this call: the parameters are those of the swarm
+    contributed: bool = False  # with what this script had trained in it
+    waited_seconds: float = 0.0
+    over: bool = False  # the run is over, or this peer has left it: what follows is only local
+
+
+class Swarm:
+    """A script's place in a run. Make it by `join` or `start`; it is a context manager that leaves at its end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        arguments: Sequence[str] | None = None,
+        attach: Path | None = None,
+        evaluate: Callable[[], float] | None = None,
+        extra: Sequence[str] | None = None,
+        join_seconds: float = JOIN_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
+        quiet: bool = False,
+    ) -> None:
+        """`arguments` are those of `node join` for a peer of this script's own; with neither these nor `attach` there
+        is no swarm, and all calls return at once.
+        """
+        self._state, self._pid, self._lock = State.OFF, os.getpid(), threading.Lock()
+        self._arguments, self._attached_to, self._evaluate = arguments, attach, evaluate
+        self._wait_seconds, self._quiet = wait_seconds, quiet
+        self._told: set[str] = set()
+        self._link: Link | None = None
+        self._child: ChildPeer | None = None
+        self._starts, self._next_try, self._next_report = 0, 0.0, 0.0
+        self._round, self._leaving = -1, False
+        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens, and loss times tokens, not read yet
+        self._optimizer_steps, self._unstepped = 0, 0
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper, as accelerate's
+        if arguments is None and attach is None:
+            self._say("no swarm was given (bootstrap, attach or a NODE_* variable): this script trains alone")
+            return
+        self._parameters = Parameters(model, extra)
+        self._steps_are_seen = hasattr(self._optimizer, "register_step_post_hook")
+        if self._steps_are_seen:
+            self._hook = self._optimizer.register_step_post_hook(self._on_optimizer_step)
+        self._state = State.LOST
+        atexit.register(self._leave_at_exit)
+        try:
+            self._enter(time.monotonic() + join_seconds, join_seconds)
+        except BaseException:
+            self._close()
+            raise
+
+    _shared: Shared
+    _training: LocalTraining
+    _completed: bool  # the inner steps of the round are done, and the peer knows
+    _surplus: bool  # steps beyond them count, until the round is cut
+    _mark: float  # when the last step ended
+
+    # -- into a run ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def join(
+        cls,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        bootstrap: str | Sequence[str] = (),
+        run_id: str = "",
+        attach: str | Path | None = None,
+        state_dir: str | Path | None = None,
+        options: Sequence[str] = (),
+        evaluate: Callable[[], float] | None = None,
+        extra: Sequence[str] | None = None,
+        join_seconds: float = JOIN_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
+        quiet: bool = False,
+    ) -> Self:
+        """Take part in a run: its state is loaded into the model, in place. The optimizer keeps its own state.
+
+        `bootstrap` are addresses of peers, `options` further options of `node join`. With `attach`, a peer that runs
+        already (`node join --own-loop --state-dir DIR`) is used. Without any of them the variables NODE_BOOTSTRAP and
+        NODE_ATTACH decide; without these, there is no swarm.
+
+        `evaluate` returns the loss of the model's present parameters on held-out data: it is called where a round ends.
+        `extra` names buffers to average; None means BatchNorm's statistics. Raises `SwarmError`.
+        """
+        more: dict[str, Any] = {"evaluate": evaluate, "extra": extra, "quiet": quiet}
+        more |= {"join_seconds": join_seconds, "wait_seconds": wait_seconds}
+        given = [bootstrap] if isinstance(bootstrap, str) and bootstrap else [*bootstrap]
+        attach = attach or os.environ.get(ATTACH)
+        if attach:
+            if given or run_id or state_dir or options:
+                raise SwarmError("with attach, the peer that runs has its settings: leave out all others")
+            return cls(model, optimizer, attach=Path(attach), **more)
+        if not given and not os.environ.get("NODE_BOOTSTRAP") and not options:
+            return cls(model, optimizer, **more)
+        arguments = [part for each in given for part in ("--bootstrap", each)]
+        arguments += [*_options(run_id=run_id, state_dir=state_dir), *options]
+        return cls(model, optimizer, arguments=arguments, **more)
+
+    @classmethod
+    def start(
+        cls,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        inner_steps: int,
+        rounds: int,
+        settings: Mapping[str, Any] | None = None,
+        state_dir: str | Path | None = None,
+        options: Sequence[str] = (),
+        evaluate: Callable[[], float] | None = None,
+        extra: Sequence[str] | None = None,
+        join_seconds: float = JOIN_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
+        quiet: bool = False,
+    ) -> Self:
+        """Start a run from the model's present parameters; or continue it, if the state directory holds it.
+
+        `settings` are further keys of a run file, such as {"name": "mine", "codec": "fp32", "recipe": {…}}.
+        """
+        more: dict[str, Any] = {"evaluate": evaluate, "extra": extra, "quiet": quiet}
+        more |= {"join_seconds": join_seconds, "wait_seconds": wait_seconds}
+        run = {**(settings or {}), "task": "loop"}
+        run["recipe"] = {**run.get("recipe", {}), "inner_steps": inner_steps, "rounds": rounds}
+        with tempfile.TemporaryDirectory(prefix="starling-run-") as folder:
+            file = Path(folder) / "run.toml"
+            file.write_text(_toml(run))
+            arguments = [*_options(run=file, state_dir=state_dir), *options]
+            return cls(model, optimizer, arguments=arguments, **more)
+
+    def _enter(self, deadline: float, seconds: float) -> None:
+        while self._state not in (State.TRAINING, State.OVER):
+            if time.monotonic() >= deadline:
+                what = "found no run" if self._state is State.LOST else "got no state of the run"
+                raise SwarmError(f"the peer {what} within {seconds:g} s: see its lines{self._where()}, or wait longer")
+            self._advance(time.monotonic() + _LOOK_SECONDS)
+        if self._optimizer is not None and getattr(self._optimizer, "state", None):
+            self._say("the optimizer's moments are of other parameters than those of the swarm, which were loaded")
+
+    @property
+    def active(self) -> bool:
+        """Whether this script takes part in a run now."""
+        return self._state not in (State.OFF, State.OVER)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the swarm's state for the next round is due: what is trained meanwhile does not count."""
+        return self._state in (State.LOST, State.WAITING)
+
+    @property
+    def over(self) -> bool:
+        return self._state is State.OVER
+
+    @property
+    def state_dir(self) -> Path | None:
+        """Of the peer; None before the peer has told it, and without a swarm."""
+        return self._attached_to or (self._child.find_state_dir() if self._child else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None = None) -> StepResult:
+        """Call it once after each `optimizer.step()`, with what the step has learnt from: tokens, or samples.
+
+        It returns at once, except where a round ends: then it waits for the swarm's mean, at most `wait_seconds`, and
+        writes it into the parameters. Raises `SwarmError` if the model's parameters are others than at the join.
+        """
+        if self._state in (State.OFF, State.OVER):
+            return StepResult(self._round, over=self.over)
+        with self._alone():
+            before, began = self._round, time.monotonic()
+            if self._state is not State.TRAINING:
+                return self._step_apart()
+            self._count(tokens, loss)
+            if not self._shared.attention and not self._report():
+                return StepResult(self._round)
+            self._end_turn(began + self._wait_seconds)
+            if self.waits:
+                self._say_once(f"no mean of the swarm within {self._wait_seconds:g} s: this script trains on alone")
+            waited, self._mark = time.monotonic() - began, time.perf_counter()
+            ended = self._round != before or self.over
+            counts = ended and bool(_last_report(self.state_dir).get("weight"))
+            return StepResult(self._round, ended, counts, waited, self.over)
+
+    def _step_apart(self) -> StepResult:
+        """A step without a part in a round. What it trains is lost once the swarm's state is here again."""
+        self._advance(time.monotonic())
+        is_back = self._state is State.TRAINING
+        if is_back:
+            self._say("back in the swarm: its state was loaded, and what was trained alone since is dropped")
+            self._told.clear()
+        return StepResult(self._round, is_back, over=self.over)
+
+    @contextmanager
+    def _alone(self) -> Any:
+        if os.getpid() != self._pid:
+            raise SwarmError("this process was forked from the one that joined: call step() only there")
+        if not self._lock.acquire(blocking=False):
+            raise SwarmError("step() runs in another thread: call it from one")
+        try:
+            yield
+        except BaseException:  # whatever it is, the next call begins with a new connection
+            self._drop()
+            raise
+        finally:
+            self._lock.release()
+
+    def _on_optimizer_step(self, *_: object) -> None:
+        self._optimizer_steps += 1
+
+    def _count(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None) -> None:
+        taken, self._optimizer_steps = self._optimizer_steps if self._steps_are_seen else 1, 0
+        self._shared.stepped()  # a sign of life
+        if not taken:  # a GradScaler has skipped it, or gradients are still accumulated
+            self._unstepped += 1
+            if self._unstepped == _UNSTEPPED_CALLS:
+                self._say_once(
+                    "step() is called without an optimizer.step() before it: that counts nothing. Call it once after "
+                    "each optimizer.step(), with the tokens of all its batches"
+                )
+            return
+        self._unstepped = 0
+        loss = math.nan if loss is None else loss.detach() if isinstance(loss, torch.Tensor) else loss
+        if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":  # no wait for the device
+            sums = self._on_device or (0, 0)
+            self._on_device = (tokens + sums[0], tokens * loss + sums[1])
+        else:
+            self._training.add(Step(float(loss), int(tokens)))
+        now = time.perf_counter()
+        for _ in range(taken):
+            self._training.step()
+        self._training.spend(now - self._mark)
+        self._mark = now
+
+    def _flush(self) -> None:
+        """Read from the device what has been counted there."""
+        if self._on_device:
+            tokens, loss = (float(each) for each in self._on_device)
+            self._on_device = None
+            self._training.add(Step(loss / max(1.0, tokens), int(tokens)))
+
+    def _report(self) -> bool:
+        """Tell the peer of the work so far, seldom enough to cost little. Whether the turn ends with it."""
+        training, now = self._training, time.perf_counter()
+        completed = training.complete and not self._completed
+        if now < self._next_report and not completed:
+            return False
+        self._flush()
+        if training.due() or completed:
+            self._completed = training.complete
+            self._parameters.copy_out(self._shared.local)
+            self._tell("progress", as_json(training.work()))
+            self._mark = time.perf_counter()
+            self._next_report = self._mark + (self._mark - now) / _REPORT_SHARE
+        return training.complete and not self._surplus
+
+    def _end_turn(self, deadline: float) -> None:
+        """Hand the work to the peer, and wait for what to train from."""
+        self._flush()
+        self._parameters.copy_out(self._shared.local)
+        for line in self._parameters.news():
+            self._say(line)
+        try:
+            self._tell("done", as_json(self._training.work()))
+            self._state = State.WAITING
+        except LinkLost:
+            self._drop()
+        self._advance(deadline)
+
+    # -- the peer's commands ------------------------------------------------------------------------------------------
+
+    def _advance(self, deadline: float) -> None:
+        """Carry out commands until there is one to train, the run is over, or the deadline. Looks at least once."""
+        while self._state in (State.LOST, State.WAITING):
+            try:
+                if self._state is State.LOST:
+                    self._attach()
+                left = deadline - time.monotonic()
+                if self._link and (message := self._link.receive(min(_LOOK_SECONDS * 4, max(0.0, left)))):
+                    self._carry_out(self._link, message)
+                    continue
+            except LinkLost:
+                self._drop()
+            if time.monotonic() >= deadline:
+                return
+            if self._link is None:
+                time.sleep(_LOOK_SECONDS)
+
+    def _attach(self) -> None:
+        """Connect to the peer, or start one; each try after a pause. Raises LinkLost."""
+        now = time.monotonic()
+        if self._link or now < self._next_try:
+            return
+        self._next_try = now + _ATTACH_PAUSE_SECONDS
+        if self._attached_to is None and (self._child is None or self._child.code is not None):
+            self._start_peer()
+            self._next_try = now + 0.1
+            return
+        if directory := self.state_dir:
+            self._link = Link.connect(directory)
+        else:
+            self._next_try = now + 0.1
+
+    def _start_peer(self) -> None:
+        """The first one, or one in place of a peer that ended by an error."""
+        if self._child:
+            code, line = self._child.code, self._child.last_line()
+            if code == 0:
+                self._state = State.OVER
+                return
+            if (self._starts == 1 and self._round < 0) or self._starts >= _MAX_STARTS:
+                self._state = State.OVER
+                what = f"the peer ended with exit code {code}: {line or 'it said nothing'}"
+                if self._round < 0:
+                    raise SwarmError(what)
+                self._say(f"{what}; it was started {self._starts} times. This script trains on alone")
+                return
+            self._say(f"the peer ended with exit code {code} ({line}): another is started")
+            self._next_try += 2.0**self._starts
+        self._starts += 1
+        arguments = [*(self._arguments or ())]
+        if self._child and (directory := self._child.state_dir) and "--state-dir" not in arguments:
+            arguments += ["--state-dir", str(directory)]
+        environment = {name: value for name, value in os.environ.items() if name != ATTACH}
+        self._child = ChildPeer(arguments, environment, self._quiet)
+
+    def _carry_out(self, link: Link, message: dict[str, Any]) -> None:
+        if "recipe" in message:
+            return self._introduce(link, message)
+        match message.get("do"):
+            case "refuse":
+                self._drop()
+                if not message["why"].startswith("not now"):
+                    raise SwarmError(message["why"])
+                return
+            case "train":
+                self._take(message.get("carried"))
+                self._begin(message)
+                return
+            case "evaluate":
+                self._take(message.get("carried"))
+                kind, value = self._evaluated()
+            case "end":
+                self._take(message.get("carried"))
+                kind, value = "done", None
+                self._state = State.OVER
+            case other:
+                kind, value = "refused", f"a script carries out no command {other!r}"
+        self._tell(kind, value)
+
+    def _introduce(self, link: Link, spec: dict[str, Any]) -> None:
+        page, anchor = link.descriptors
+        parameters = self._parameters
+        outer, fresh = shared_vector(anchor, parameters.elements)
+        self._shared = Shared(page, parameters.elements, outer)
+        if fresh:
+            outer.zero_()
+            parameters.copy_out(outer, fresh=True)
+            self._shared.local.copy_(outer)
+        self._training = LocalTraining(_ScriptLearner(self._shared.local, parameters.layout), _inner_steps(spec), outer)
+        layout = parameters.layout.fragments
+        self._tell("done", {"layout": layout, "evaluates": self._evaluate is not None})
+        self._state = State.WAITING
+
+    def _take(self, carried: int | None) -> None:
+        if carried is not None:
+            self._parameters.copy_in(self._shared.local)
+            self._training.reset(carried)
+
+    def _begin(self, command: dict[str, Any]) -> None:
+        self._round, self._surplus = command["round"], command["surplus"]
+        if command["begin"]:
+            self._training.begin(self._round)
+        self._completed, self._next_report, self._mark = self._training.complete, 0.0, time.perf_counter()
+        self._tell("progress", as_json(self._training.work()))
+        self._state = State.TRAINING
+
+    def _evaluated(self) -> tuple[str, Any]:
+        """Loss of the outer parameters by the script's own function, and the parameters as they were."""
+        if self._evaluate is None:
+            return "refused", "the script gave no function that evaluates"
+        parameters, shared = self._parameters, self._shared
+        parameters.copy_in(shared.anchor)
+        try:
+            return "done", float(self._evaluate())
+        except Exception as error:  # noqa: BLE001 - code of the user, who may raise anything
+            self._say_once(f"evaluate failed: {type(error).__name__}: {error}")
+            return "refused", f"evaluate failed: {type(error).__name__}"
+        finally:
+            parameters.copy_in(shared.local)
+
+    def _tell(self, kind: str, value: Any) -> None:
+        if self._link is None:
+            raise LinkLost
+        self._link.send(kind, value)
+
+    def _drop(self) -> None:
+        """End the connection. The peer starts the next one from the swarm's state."""
+        if self._link:
+            self._link.close()
+            self._link = None
+        if self._state in (State.WAITING, State.TRAINING):
+            self._state = State.LOST
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Finish the round under way and leave the run; the model gets the last mean. At most some 20 s.
+
+        A peer that this script only attached to stays in the run, and rests.
+        """
+        if self._state is State.OFF or os.getpid() != self._pid or self._leaving:
+            return
+        self._leaving = True
+        deadline = time.monotonic() + LEAVE_SECONDS
+        try:
+            if self._child and self._child.code is None and self._state is not State.OVER:
+                _ask_to_finish(self.state_dir)
+                while self._state not in (State.OFF, State.OVER) and time.monotonic() < deadline:
+                    self._leave_by_turns()
+        finally:
+            self._close(deadline)
+
+    def _leave_by_turns(self) -> None:
+        """As in `step`, but without steps: hand over the work when the peer wants it."""
+        if self._child and self._child.code is not None:
+            self._state = State.OVER
+        elif self._state is State.TRAINING:
+            if not self._shared.attention:
+                time.sleep(_LOOK_SECONDS / 5)
+                return
+            self._end_turn(time.monotonic() + _LOOK_SECONDS)
+        else:
+            self._advance(time.monotonic() + _LOOK_SECONDS)
+
+    def _leave_at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            with suppress(Exception):
+                self.leave()
+
+    def _close(self, deadline: float = 0.0) -> None:
+        if self._link:
+            self._link.close()
+            self._link = None
+        if self._child:
+            if self._child.code is None and self._state is not State.OVER:
+                _ask_to_finish(self.state_dir)
+            self._child.end(max(5.0, deadline - time.monotonic()))
+        if self._state is not State.OFF:
+            self._state = State.OVER
+            atexit.unregister(self._leave_at_exit)
+            if self._steps_are_seen:
+                self._hook.remove()
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """The last round's figures, for a logger of one's own. Empty without a swarm, and before the first round."""
+        report = _last_report(self.state_dir)
+        names = ("round", "held_out_loss", "loss", "tokens", "tokens_per_second", "weight")
+        found = {name: report[name] for name in names if isinstance(report.get(name), int | float)}
+        if report:
+            found["peers"] = len(report.get("peers", ()))
+        for group in getattr(self._optimizer, "param_groups", ())[:1]:
+            found["learning_rate"] = float(group["lr"])
+        return {f"swarm/{name}": float(value) for name, value in found.items() if math.isfinite(value)}
+
+    def _where(self) -> str:
+        return f" in {self._child.log}" if self._child else ""
+
+    def _say(self, line: str) -> None:
+        if not self._quiet:
+            print(f"starling: {line}", file=sys.stderr, flush=True)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._say(line)
+
+
+class _ScriptLearner:
+    """What `LocalTraining` needs of a learner. The script takes the steps, and counts their tokens apart."""
+
+    position = 0
+
+    def __init__(self, vector: Vector, layout: Layout) -> None:
+        self.vector, self.layout = vector, layout
+
+    def step(self, round_number: int, step: int) -> Step:
+        return Step(math.nan, 0)
+
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        return {}
+
+    def evaluate(self) -> float:
+        return math.nan
+
+
+def _inner_steps(spec: dict[str, Any]) -> int:
+    return int(spec["recipe"]["inner_steps"])
+
+
+def _options(**values: object) -> list[str]:
+    return [part for name, value in values.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _toml(run: Mapping[str, Any]) -> str:
+    tables = {name: value for name, value in run.items() if isinstance(value, Mapping)}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in run.items() if name not in tables]
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _last_report(state_dir: Path | None) -> dict[str, Any]:
+    """The last whole line of the peer's `rounds.jsonl`; empty if there is none."""
+    if state_dir is not None:
+        with suppress(OSError, ValueError, IndexError), (state_dir / "rounds.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_JOURNAL_BYTES))
+            report: dict[str, Any] = json.loads(file.read().rpartition(b"\n")[0].splitlines()[-1])
+            return report
+    return {}
+
+
+def _ask_to_finish(state_dir: Path | None) -> None:
+    """Ask the peer to finish its round and leave. It also ends when this script does."""
+    with suppress(OSError, ValueError, TypeError, KeyError), socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(2.0)
+        sock.connect(read_json((state_dir or Path()) / "control.json")["socket"])
+        sock.sendall(b'{"do": "finish"}\n')
+        sock.recv(1 << 12)
