@@ -23,7 +23,7 @@ import torch
 
 from node.ranks.cluster import Machines, send
 from node.ranks.group import MAX_LINE_BYTES, RankGroup, run_to_end
-from node.ranks.worker import be_rank
+from node.ranks.worker import be_rank, with_windows
 from node.runtime.notes import be_quiet
 from node.tasks.hf.settings import HfValues
 from node.tasks.spec import OwnValues, WorkerSpec
@@ -45,7 +45,7 @@ def _serve(link: socket.socket, own: dict[str, Any]) -> int:
     if word != "begin":
         print(value, file=sys.stderr, flush=True)
         return {"refused": REFUSED, "over": OVER}.get(word, 0)
-    spec = spec_here(WorkerSpec.from_json(value["spec"]), own)
+    spec = with_windows(spec_here(WorkerSpec.from_json(value["spec"]), own))
     if isinstance(spec.values, OwnValues) and spec.values.name != own["task"]:
         why = f"the user of a machine that lends its devices has to agree to its code by --task {spec.values.name}"
         send(link, {"refused": f"this run trains a user's own task: {why}"})
@@ -98,6 +98,7 @@ def spec_here(spec: WorkerSpec, own: dict[str, Any]) -> WorkerSpec:
         data=data or spec.data,
         held_out=spec.held_out or data,
         record=None,
+        windows=None,
         threads=max(1, usable // len(devices)),
         nice=own["nice"],
     )

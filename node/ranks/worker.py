@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,10 @@ from node.runtime.notes import note, warn
 from node.tasks.base import Step, Task
 from node.tasks.bystanders import listed
 from node.tasks.extra import EXTRA
+from node.tasks.hf.data_set import is_streamed
 from node.tasks.hf.memory import available_bytes
 from node.tasks.hf.settings import ModelPins
+from node.tasks.hf.streamed import new_home
 from node.tasks.recipe import Recipe
 from node.tasks.spec import WorkerSpec
 from node.training import worker
@@ -129,7 +131,13 @@ class Rank:
                 dist.broadcast(known, 0)
             if self._group.rank:  # rank 0's is that of the peer
                 self.learner.loss_scale.share(known)
+        self.waits = self._group.total(is_streamed(self._spec.data))[0] > 0
         self._group.begin(self._spec.nice)
+
+    def ready(self, position: int) -> bool:
+        """Whether the data of the next step are here, on all machines."""
+        self.learner.position = position
+        return bool(self._group.least(self.job.ready()))
 
     def tell_of_statistics(self) -> None:
         """Such as BatchNorm's: the user should know whose batches they come from."""
@@ -200,6 +208,9 @@ class GroupLearner:
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
         raise NotImplementedError("the ranks write their moments themselves")
 
+    def ready(self) -> bool:
+        return not self.own.waits or bool(self.everywhere("ready", position=self.position))
+
     def evaluate(self) -> float:
         loss: float = self.everywhere("evaluate") if self.own.learner.needs_all else self.own.learner.evaluate()
         return loss
@@ -240,7 +251,7 @@ class RankedWorker(Worker):
     @classmethod
     def start(cls, spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> Self:
         resume = os.fstat(memory).st_size > 0
-        spec = replace(spec, threads=max(1, spec.thread_count() // spec.ranks))
+        spec = with_windows(replace(spec, threads=max(1, spec.thread_count() // spec.ranks)))
         torch.set_num_threads(spec.threads)
         shares = len({*spec.devices}) < spec.ranks
         machines = gather(spec) if spec.nodes > 1 else Machines(spec.ranks, shares=shares)
@@ -268,7 +279,8 @@ class RankedWorker(Worker):
             own.tell_of_statistics()
         if own.job.check_first_loss:
             own.job.check_first_loss(learner.evaluate())
-        job = replace(own.job, learner=learner, generate=learner.generate if own.job.generate else None)
+        generate = learner.generate if own.job.generate else None
+        job = replace(own.job, learner=learner, generate=generate, ready=learner.ready)
         return cls(job, shared, spec, tell)
 
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
@@ -318,6 +330,13 @@ def _listed(devices: Sequence[str]) -> str:
         return "the CPU"
     shares = len({*devices}) < len(devices)
     return ", ".join(devices) + ("; those on one GPU share its memory and its time" if shares else "")
+
+
+def with_windows(spec: WorkerSpec) -> WorkerSpec:
+    """With a directory for what the ranks of this machine fetch from the hub. Call it before they are forked."""
+    with suppress(OSError):  # the task says so itself
+        return replace(spec, windows=new_home()) if is_streamed(spec.data) else spec
+    return spec
 
 
 def be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO) -> None:

@@ -38,6 +38,8 @@ class GivenData:
     place: Path | None  # file or folder, or a data set on the hub
     record: Path | None = None
     tells: bool = True  # once for each start, not for each worker
+    windows: Path | None = None  # directory in which so many ranks share what comes from the hub
+    ranks: int = 1
 
     def tell(self, lines: Iterable[str]) -> None:
         if self.tells:

@@ -94,6 +94,7 @@ class WorkerSpec:
     nice: int = 0  # added to the worker's niceness
     stage: StageValues | None = None
     timeout_seconds: float | None = None  # without a sign of work (`node.training.liveness`); None: default
+    windows: Path | None = None  # directory in which this machine's ranks share what comes from the hub
     record: Path | None = None  # where the worker keeps what the data are, for the peer's next start
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class WorkerSpec:
         if stage := fields.pop("stage"):
             fields["stage"] = StageValues(**stage | {"bounds": tuple(stage["bounds"])})
         fields["devices"] = tuple(fields["devices"])
-        for name in ("data", "held_out", "record"):
+        for name in ("data", "held_out", "windows", "record"):
             fields[name] = Path(fields[name]) if fields[name] else None
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
 
@@ -132,7 +133,7 @@ class WorkerSpec:
         return max(self.timeout_seconds or 0.0, usual) + (self.meeting_seconds if self.nodes > 1 else 0.0)
 
     def given_data(self, resume: bool) -> GivenData:
-        return GivenData(self.data, self.record, not resume)
+        return GivenData(self.data, self.record, not resume, self.windows, self.ranks)
 
     def thread_count(self) -> int:
         """Number of threads to start with: the given one, or this worker's share of the usable cores."""

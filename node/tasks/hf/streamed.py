@@ -2,20 +2,21 @@
 
 A stream goes through all files in an order that its seed gives. A window lasts for as many batches as the sizes of its
 files say, so the batch at a position depends on the seed and the position alone. While a window is trained on, the next
-one is fetched and tokenised.
+one is fetched and tokenised. The ranks of one machine fetch and tokenise each window once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from node.tasks.hf.settings import ModelError, foreign
 WINDOW_BYTES = 256 << 20
 RETRY_SECONDS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Pauses before a file is asked for again. A window that is fetched ahead continues with the last of them."""
+_LONGEST_SECONDS = 2 * sum(RETRY_SECONDS) + 60.0
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +70,26 @@ def windows(
 
 
 class StreamedRows:
+    """`shared` is the directory of the windows of so many `ranks`; without it a process has one of its own."""
+
     def __init__(
         self,
         data_set: DataSet,
+        prepare: Callable[[list[Path], Path], PreparedData],
+        *,
         step_batches: int,
         batch_tokens: int,
-        prepare: Callable[[list[Path], Path], PreparedData],
         fetcher: Callable[[DataSet, HubFile, Path], Path] = fetch,
+        shared: Path | None = None,
+        ranks: int = 1,
     ) -> None:
         self._data_set, self._prepare, self._fetch = data_set, prepare, fetcher
+        self._shared, self._ranks = shared, ranks
         self._step = step_batches, batch_tokens
         self._seed, self._epoch, self._pass = -1, -1, list[Window]()
         self._here: tuple[Window, PreparedData] | None = None
         self._next: tuple[Window, Future[PreparedData]] | None = None
-        self._home: Path | None = None
+        self._home = shared
         self._short: Window | None = None
 
     def ready(self, seed: int, position: int) -> bool:
@@ -128,10 +137,11 @@ class StreamedRows:
     def _window(self, seed: int, position: int) -> Window:
         if seed != self._seed:
             self._seed, self._epoch, self._here, self._next = seed, -1, None, None
-            if self._home:
-                shutil.rmtree(self._home, ignore_errors=True)
-            with foreign(f"no directory for the data set {self._data_set.name}"):
-                self._home = _new_home()
+            if self._shared is None:
+                if self._home:
+                    shutil.rmtree(self._home, ignore_errors=True)
+                with foreign(f"no directory for the data set {self._data_set.name}"):
+                    self._home = new_home()
         if self._epoch < 0 or position < self._pass[0].first:
             self._epoch, self._pass = 0, windows(self._data_set.files, seed, 0, 0, *self._step)
         while position >= (end := self._pass[-1].first + self._pass[-1].batches):
@@ -163,18 +173,38 @@ class StreamedRows:
         """Fetch and tokenise a window's files. Their rows stay mapped when their directory is gone."""
         assert self._home
         try:
+            if self._shared:
+                with suppress(LocksUnsupported):  # then each rank has windows of its own
+                    return self._load_together(window, self._shared, is_wanted)
             place = Path(tempfile.mkdtemp(dir=self._home))
             try:
-                free, needed = shutil.disk_usage(place).free, 4 * sum(each.size for each in window.files)
-                if free < needed:
-                    what = f"a window of {self._data_set.name} needs {needed / 1e9:.1f} GB of disk"
-                    raise ModelError(f"{what}, and {free / 1e9:.1f} GB are free in {cache_directory()}")
-                files = [self._fetched(each, place, is_wanted) for each in window.files]
-                return self._prepare(files, place)
+                return self._prepare(self._files(window, place, is_wanted), place)
             finally:
                 shutil.rmtree(place, ignore_errors=True)
         except OSError as error:
             raise ModelError(f"{error.filename or cache_directory()}: {error.strerror or error}") from None
+
+    def _load_together(self, window: Window, home: Path, is_wanted: Callable[[], bool] | None) -> PreparedData:
+        """The first rank fills the window's directory, and the last that has mapped it removes it."""
+        place = home / f"{self._data_set.commit}-{self._seed}-{window.first}"
+        with _held(place.with_suffix(".lock"), is_wanted):
+            place.mkdir(exist_ok=True)
+            listed = place / "files.json"
+            if not listed.exists():
+                files = self._files(window, place, is_wanted)
+                listed.write_text(json.dumps([str(each) for each in files]))
+            data = self._prepare([Path(each) for each in json.loads(listed.read_text())], place)
+            (place / f"mapped-{os.getpid()}-{id(self)}").touch()
+            if len([*place.glob("mapped-*")]) == self._ranks:
+                shutil.rmtree(place, ignore_errors=True)
+            return data
+
+    def _files(self, window: Window, place: Path, is_wanted: Callable[[], bool] | None) -> list[Path]:
+        free, needed = shutil.disk_usage(place).free, 4 * sum(each.size for each in window.files)
+        if free < needed:
+            what = f"a window of {self._data_set.name} needs {needed / 1e9:.1f} GB of disk"
+            raise ModelError(f"{what}, and {free / 1e9:.1f} GB are free in {cache_directory()}")
+        return [self._fetched(each, place, is_wanted) for each in window.files]
 
     def _fetched(self, file: HubFile, place: Path, is_wanted: Callable[[], bool] | None) -> Path:
         tries = 0
@@ -190,7 +220,22 @@ class StreamedRows:
                 tries += 1
 
 
-def _new_home() -> Path:
+@contextmanager
+def _held(lock: Path, is_wanted: Callable[[], bool] | None) -> Iterator[None]:
+    """Hold a lock, for which another rank may make this one wait."""
+    lock.touch()
+    began = time.monotonic()
+    while (held := hold(lock)) is None:
+        if not is_wanted() if is_wanted else time.monotonic() - began > _LONGEST_SECONDS:
+            raise NotFetched("another rank has not fetched the next files of the data set")
+        time.sleep(_LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def new_home() -> Path:
     """A directory for windows, which this process locks."""
     cache = cache_directory()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -212,6 +257,6 @@ def _new_home() -> Path:
 
 def _result(future: Future[PreparedData]) -> PreparedData:
     try:
-        return future.result(2 * sum(RETRY_SECONDS) + 60.0)
+        return future.result(_LONGEST_SECONDS)
     except TimeoutError:
         raise NotFetched("the next files of the data set have not come from the hub") from None

@@ -188,7 +188,14 @@ def own_rows(
     size = sum(each.size for each in data_set.files)
     given.keep(DataState(len(data_set.files), size, 0, f"{data_set.name}@{data_set.commit} {size}"))
     window = lambda files, home: make(files, held_out=held_out, home=home)  # noqa: E731
-    rows = StreamedRows(data_set, step_batches, settings.rows * settings.context, window)
+    rows = StreamedRows(
+        data_set,
+        window,
+        step_batches=step_batches,
+        batch_tokens=settings.rows * settings.context,
+        shared=given.windows,
+        ranks=given.ranks,
+    )
     return rows, b"" if held_out else rows.open(seed).sample
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
 
 from tests.support.paths import REPOSITORY
 from tests.support.program import run
@@ -48,6 +50,32 @@ for name in sys.argv[2:]:
         print(job.learner.step(0, 0).tokens > 0, len({str(each) for each in batches}) > 30, len(job.held_out) > 100)
     except ModelError as error:
         print(error)
+"""
+
+
+RANKS = """
+import asyncio, sys, torch
+from pathlib import Path
+from node.runtime.compute import ThreadCompute
+from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
+from node.tasks.recipe import Recipe
+from node.tasks.spec import WorkerSpec
+from node.training import process
+from node.training.remote import RemoteTrainer
+from tests.node.ranks.test_ranks_real import round_of, vector
+
+process._program = lambda spec: "tests.support.small_windows"
+values = HfValues(HfSettings("full", context=32, rows=2), HfMachine(sys.argv[1]))
+recipe = Recipe(15, 5, 1e-3, 0.9, 0.5, warmup_steps=4, batches=4, mean="token", decay="matrices")
+devices = ("cpu",) * int(sys.argv[2])
+spec = WorkerSpec(values, recipe, 5, data=Path("hub:org/texts@main:data/*"), devices=devices, threads=1)
+
+async def trained():
+    async with ThreadCompute() as compute, RemoteTrainer(spec, compute) as trainer:
+        begun, work = await vector(trainer), await round_of(trainer, 0)
+        torch.save((begun, await vector(trainer), work.tokens, trainer.restarts), sys.argv[3])
+
+asyncio.run(trained())
 """
 
 
@@ -183,3 +211,19 @@ def test_data_set_of_the_hub_is_trained_on_in_windows_or_refused(hub: Hub, made:
     assert {f"part-{part}.jsonl" for part in range(8)} == set(fetched)
     for line, why in zip(refused, UNUSABLE.values(), strict=True):
         assert why in line
+
+
+@pytest.mark.long
+@pytest.mark.real
+def test_ranks_train_on_the_same_windows_and_fetch_each_once(hub: Hub, made: Path, tmp_path: Path) -> None:
+    """As one process does. Two requests for a file: whether it is there, and what it holds."""
+    found = []
+    for ranks in (1, 3):
+        hub.asked.clear()
+        told(hub, RANKS, str(made / "qwen3"), str(ranks), str(tmp_path / "found"), home=tmp_path / str(ranks))
+        found.append(torch.load(tmp_path / "found"))
+        asked = Counter(path for path in hub.asked if "/resolve/" in path and "/data/" in path)
+        assert len(asked) >= 6 and max(asked.values()) == 2
+    (begun, one, tokens, _), (_, group, tokens_of_group, _) = found
+    assert tokens == tokens_of_group > 0 and not any(restarts for *_, restarts in found)
+    assert float((group - one).norm() / (one - begun).norm()) < 1e-4

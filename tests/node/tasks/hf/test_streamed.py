@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,13 @@ def fetch(data_set: DataSet, file: HubFile, place: Path) -> Path:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], StreamedRows]:
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StreamedRows]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(streamed, "WINDOW_BYTES", 2 * FILES[0].size)
     monkeypatch.setattr(streamed, "RETRY_SECONDS", (0.0, 0.0))
-    return lambda: StreamedRows(DataSet("org/set", "0" * 40, FILES), 1, 16, prepare, fetch)
+    return partial(
+        StreamedRows, DataSet("org/set", "0" * 40, FILES), prepare, step_batches=1, batch_tokens=16, fetcher=fetch
+    )
 
 
 @given(
@@ -83,6 +86,26 @@ def test_files_are_gone_once_they_are_read(opened: Callable[[], StreamedRows], t
         assert rows._next
         rows._next[1].result()
         assert not list(tmp_path.rglob("part-*"))
+
+
+def test_ranks_fetch_each_window_once(opened: Callable[..., StreamedRows]) -> None:
+    """Whichever comes first; all see the same rows, and the files are gone once the last has mapped them."""
+    fetched, lone = list[str](), opened()
+
+    def counted(data_set: DataSet, file: HubFile, place: Path) -> Path:
+        fetched.append(file.name)
+        return fetch(data_set, file, place)
+
+    home = streamed.new_home()
+    ranks = [opened(fetcher=counted, shared=home, ranks=3) for _ in range(3)]
+    for position in range(30):
+        for rank in (ranks[position // 10], *ranks):
+            assert torch.equal(rank.batch(7, position, 2)[0], lone.batch(7, position, 2)[0])
+    for rank in ranks:
+        assert rank._next
+        rank._next[1].result(10)
+    assert sorted(fetched) == sorted([*(each.name for each in FILES), *fetched[-2:]]), "and the window that follows"
+    assert not [*home.rglob("part-*")]
 
 
 def test_training_waits_for_a_hub_that_is_away(
