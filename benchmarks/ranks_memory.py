@@ -1,14 +1,17 @@
 """Memory of the ranks of one worker, beside what `node.ranks.memory` computes.
 
-    python -m benchmarks.ranks_memory [NAME ...] [--json FILE]      # NAME: cpu-zero1-2, device-zero3-4, cpu-tp-2, ...
+    python -m benchmarks.ranks_memory [NAME ...] [--json FILE]      # NAME: cpu-zero1-2, device-zero3-4-offload, ...
 
-A model of 24 million parameters is trained on one device and on several, with short rows: what is measured are the
-tensors of the parameters, and hardly any activations. "cpu" are ranks on the CPU. "device" are the same with vectors
-of their own, as on a GPU, so that the memory of the process is that of the GPU.
+A model of 24 million parameters is trained on one device and on several. "cpu" are ranks on the CPU. "device" are the
+same with vectors of their own, as on a GPU: the memory of the process is that of the GPU and, with offload, what the
+rank has on the host. "hf" is a Llama of Hugging Face that computes in bfloat16.
+
+Rows are as short as they may be: the heap keeps the room of activations, which in rows of 16 bytes was .3 bytes for
+each parameter.
 
 Each process's own memory (private and anonymous) is read after a step, after a command that puts the outer parameters
 in place, and all the time for the peaks. What a model of two layers takes is taken away, so that libraries and scratch
-memory do not count. What all share is counted once. The C library's heap is switched off for blocks above 1 MB
+memory do not count. What all share is counted once. The C library's heap is switched off for blocks above 128 kB
 (`MALLOC_MMAP_THRESHOLD_`): it keeps holes, which are not tensors.
 """
 
@@ -29,16 +32,19 @@ from pathlib import Path
 
 import psutil
 
+from node.ranks.memory import rank_bytes
 from node.runtime.compute import ThreadCompute
 from node.tasks.gpt_presets import GptConfig
+from node.tasks.hf.settings import HfMachine, HfSettings, HfValues
 from node.tasks.recipe import Recipe
-from node.tasks.spec import GptValues, WorkerSpec
+from node.tasks.spec import GptValues, Values, WorkerSpec
 from node.training import process
 from node.training.remote import RemoteTrainer
 from protocols.base import LocalProgress, RoundKey
+from tests.support.small_models import WORDS, write_tokenizer
 
 RECIPE = Recipe(3, 1, 1e-3, 0.9, 0.5, warmup_steps=1, batches=4)
-SHAPE = GptConfig(layers=8, width=512, heads=8, context=16)
+SHAPE = GptConfig(layers=8, width=512, heads=8, context=2)
 SMALL = replace(SHAPE, layers=2)
 READ_SECONDS = 0.05
 
@@ -48,17 +54,63 @@ class Case:
     place: str  # cpu or device
     shard: str  # one, zero1, zero2, zero3, tp
     ranks: int
+    more: str = ""  # offload, parameters (offload of them, too) or hf
 
     @property
     def name(self) -> str:
-        return f"{self.place}-{self.shard}-{self.ranks}"
+        return f"{self.place}-{self.shard}-{self.ranks}{self.more and '-'}{self.more}"
 
-    def spec(self, shape: GptConfig, data: Path) -> WorkerSpec:
-        devices = ("cpu",) * self.ranks if self.ranks > 1 else ()
-        spec = WorkerSpec(GptValues(shape, rows=1), RECIPE, 3, data=data, threads=1, device="cpu", devices=devices)
+    @property
+    def offload(self) -> str:
+        return {"offload": "optimizer", "parameters": "parameters"}.get(self.more, "")
+
+    def expected(self) -> float:
+        """Bytes for each parameter of one rank, as they are computed."""
+        shard = "tensor" if self.shard == "tp" else self.shard
+        is_shared, in_bfloat16 = self.place == "cpu", self.more == "hf"
+        found = rank_bytes(shard, self.ranks, is_shared=is_shared, bfloat16=in_bfloat16, offload=self.offload)
+        return found.device + found.host
+
+    def spec(self, shape: GptConfig, folder: Path) -> WorkerSpec:
+        has_group = self.ranks > 1 or self.offload
+        spec = WorkerSpec(
+            self._values(shape, folder),
+            RECIPE,
+            3,
+            data=folder / "text",
+            threads=1,
+            device="cpu",
+            devices=("cpu",) * self.ranks if has_group else (),
+            offload=self.offload,
+            precision="bfloat16" if self.more == "hf" else "float32",
+        )
         if self.shard == "tp":
-            return replace(spec, shard="zero3", tensor_parallel=self.ranks, precision="float32")
-        return replace(spec, shard="zero1" if self.shard == "one" else self.shard, precision="float32")
+            return replace(spec, shard="zero3", tensor_parallel=self.ranks)
+        return replace(spec, shard="zero1" if self.shard == "one" else self.shard)
+
+    def _values(self, shape: GptConfig, folder: Path) -> Values:
+        if self.more != "hf":
+            return GptValues(shape, rows=1)
+        return HfValues(HfSettings(train="full", context=8, rows=1), HfMachine(str(write_llama(folder, shape))))
+
+
+def write_llama(folder: Path, shape: GptConfig) -> Path:
+    import transformers
+
+    path = folder / f"llama-{shape.layers}"
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=shape.width,
+        intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=128,
+        eos_token_id=0,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    write_tokenizer(path)
+    return path
 
 
 CASES = [
@@ -67,6 +119,9 @@ CASES = [
     for shard, counts in (("one", (1,)), ("zero1", (2, 4)), ("zero2", (2, 4)), ("zero3", (2, 4)), ("tp", (2,)))
     for ranks in counts
 ]
+CASES += [Case(place, shard, 4, "hf") for place in ("cpu", "device") for shard in ("zero1", "zero2", "zero3")]
+CASES += [Case("device", shard, 4, "offload") for shard in ("zero1", "zero2", "zero3")]
+CASES += [Case("device", "one", 1, "offload"), Case("device", "zero3", 4, "parameters")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +232,7 @@ def vectors(place: str) -> Iterator[None]:
     """`device`: workers whose vectors lie apart from the shared ones, as on a GPU."""
     usual = process._program
     if place == "device":
-        process._program = lambda spec: "tests.gpu.ranks" if spec.ranks > 1 else "tests.gpu.worker"
+        process._program = lambda spec: "tests.gpu.ranks" if spec.devices else "tests.gpu.worker"
     try:
         yield
     finally:
@@ -189,6 +244,7 @@ class Result:
     """Bytes for each parameter: of rank 0, of the largest of the others, of all together."""
 
     case: str
+    computed: float  # of each rank
     after_step: list[float]
     peak_building: list[float]
     peak_training: list[float]
@@ -197,15 +253,15 @@ class Result:
 
 
 def run(case: Case) -> Result:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
     with tempfile.TemporaryDirectory() as folder, vectors(case.place):
-        data = Path(folder, "text")
-        data.write_bytes(bytes(range(32, 127)) * 2000)
-        base = asyncio.run(measure(case.spec(SMALL, data)))
-        found = asyncio.run(measure(case.spec(SHAPE, data)))
+        Path(folder, "text").write_bytes(bytes(range(32, 127)) * 2000)
+        base = asyncio.run(measure(case.spec(SMALL, Path(folder))))
+        found = asyncio.run(measure(case.spec(SHAPE, Path(folder))))
     per = found.elements - base.elements
     return Result(
         case.name,
+        case.expected(),
         found.after_step.above(base.after_step, per),
         found.peak_building.above(base.peak_building, per),
         found.peak_training.above(base.peak_training, per),

@@ -14,9 +14,9 @@ from torch.func import functional_call
 
 from node.ranks.collectives import BUCKETS
 from node.tasks.base import Task, extra, trained
-from node.tasks.checkpointing import repeated_blocks
+from node.tasks.checkpointing import first_kept, repeated_blocks
+from node.tasks.saved_tensors import saved_tensors
 from node.tasks.spec import WorkerSpec
-from node.tasks.user_task import OwnTask
 from node.training.inner_optimizer import is_hidden_matrix
 
 SHARED_BYTES = 8
@@ -89,7 +89,14 @@ class Model:
     activations: int  # bytes of one microbatch; 0: not known
 
 
-def model_of(task: Task, inner_optimizer: str, checkpointing: bool, parts: int, on_cpu: bool) -> Model:
+def model_of(
+    task: Task,
+    inner_optimizer: str,
+    checkpointing: bool,
+    parts: int,
+    on_cpu: bool,
+    autocast: torch.dtype | None = None,
+) -> Model:
     """`parts` are those that a batch is divided into."""
     parameters = trained(task)
     elements = sum(each.numel() for _, each in parameters)
@@ -101,14 +108,15 @@ def model_of(task: Task, inner_optimizer: str, checkpointing: bool, parts: int, 
         moments -= 4 * hidden / elements
     blocks = [sum(each.numel() for each in block.parameters()) for block in repeated_blocks(task.module)]
     bfloat16 = any(each.dtype == torch.bfloat16 for _, each in parameters)
-    saved = activation_bytes(task, checkpointing, on_cpu) // parts
+    saved = activation_bytes(task, checkpointing, on_cpu, autocast) // parts
     return Model(elements, frozen, max(blocks, default=elements), moments, bfloat16, saved)
 
 
-def activation_bytes(task: Task, checkpointing: bool, on_cpu: bool) -> int:
+def activation_bytes(task: Task, checkpointing: bool, on_cpu: bool, autocast: torch.dtype | None = None) -> int:
     """Of a batch, kept for the backward pass, by a forward pass with fake tensors; 0: not known.
 
-    A user's own task is not called: it might keep a fake tensor.
+    With checkpointing, one block's are there while they are computed again. Some tasks count their own: a user's could
+    keep a fake tensor.
     """
     estimate: Any = getattr(task, "activation_bytes", None)
     if estimate:
@@ -116,29 +124,16 @@ def activation_bytes(task: Task, checkpointing: bool, on_cpu: bool) -> int:
             return int(estimate(checkpointing, on_cpu))
         except ValueError:  # the model's code does not compute with fake tensors
             return 0
-    if isinstance(task, OwnTask):
-        return 0
-    sizes, seen, alive = list[int](), set[int](), list[torch.UntypedStorage]()
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            alive.append(
-                storage
-            )  # else its number could be used again; the tensor would hold the graph, which holds it
-            sizes.append(storage.nbytes())
-        return tensor
-
-    module, batch = _Loss(task), task.batch(0, 0)
+    sizes, module, batch = list[int](), _Loss(task), task.batch(0, 0)
     with FakeTensorMode() as mode:
         # Not the real tensors, which torch would keep.
         fakes = {
             name: torch.empty(each.shape, dtype=each.dtype, device=each.device, requires_grad=each.requires_grad)
             for name, each in (*module.named_parameters(), *module.named_buffers())
         }
-        seen.update(each.untyped_storage()._cdata for each in fakes.values())
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kind = next(iter(fakes.values())).device.type
+        precision = torch.autocast(kind, autocast, enabled=autocast is not None)
+        with first_kept(repeated_blocks(task.module)), saved_tensors(fakes.values(), sizes.append), precision:
             functional_call(module, fakes, tuple(mode.from_tensor(each) for each in batch))
     return sum(sizes)
 
@@ -185,11 +180,19 @@ def choose(needs: Mapping[str, int], free: int, advice: str = "") -> Choice:
     return Choice(shard, fits, "; ".join([line, *others]))
 
 
-def choice(task: Task, spec: WorkerSpec, free: int, *, is_shared: bool, is_fresh: bool) -> Choice:
+def choice(
+    task: Task,
+    spec: WorkerSpec,
+    free: int,
+    *,
+    is_shared: bool,
+    is_fresh: bool,
+    autocast: torch.dtype | None = None,
+) -> Choice:
     """How to divide the training of a task, with `free` bytes for each rank; `is_fresh`: nothing is shared yet."""
     groups = spec.ranks // spec.tensor_parallel  # that share the microbatches of a step
     parts = -(-groups // spec.recipe.batches) if getattr(task, "independent_rows", None) else 1
-    model = model_of(task, spec.recipe.inner_optimizer, spec.checkpointing, parts, is_shared)
+    model = model_of(task, spec.recipe.inner_optimizer, spec.checkpointing, parts, is_shared, autocast)
     shards: tuple[str, ...] = (spec.shard,) if spec.shard != "auto" else AUTOMATIC
     if spec.tensor_parallel > 1:
         shards = ("zero3",)

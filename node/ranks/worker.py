@@ -87,7 +87,8 @@ class Rank:
             group.device == CPU and not group.far,
         )
         group.tell_all("free_bytes")
-        chosen = choice(task, spec, self.free_bytes(), is_shared=is_shared, is_fresh=group.founds)
+        free, autocast = self.free_bytes(), more.get("autocast")
+        chosen = choice(task, spec, free, is_shared=is_shared, is_fresh=group.founds, autocast=autocast)
         if group.founds:
             (note if chosen.fits else warn)(chosen.line)
         group.tell_all("divide", shard=chosen.shard)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+_USUAL = dict[type, type]()  # the class of a block before it was checkpointed
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -41,6 +42,20 @@ def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
         block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]
 
 
+@contextmanager
+def first_kept(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """The first block keeps its activations, as each does for a moment while they are computed again."""
+    first = next((each for each in blocks if type(each) in _USUAL), None)
+    kind = type(first)
+    if first is not None:
+        first.__class__ = _USUAL[kind]
+    try:
+        yield
+    finally:
+        if first is not None:
+            first.__class__ = kind  # type: ignore[assignment]
+
+
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
@@ -50,7 +65,9 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
         contexts = partial(_contexts, self)
         return checkpoint(compute, *given, use_reentrant=False, context_fn=contexts, **named)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    made = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    _USUAL[made] = kind
+    return made
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

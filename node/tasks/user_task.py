@@ -23,9 +23,11 @@ from torch import nn
 
 from node.tasks.base import Batch, Task, TaskContext, count_targets, extra, trained
 from node.tasks.bystanders import Bystanders, listed, same_values
+from node.tasks.checkpointing import first_kept, repeated_blocks
 from node.tasks.flat import FlatParameters, flatten_parameters
 from node.tasks.name import TaskError
 from node.tasks.recipe import MAX_ELEMENTS
+from node.tasks.saved_tensors import saved_tensors
 
 MAX_TENSORS = 4096
 MAX_TENSOR_NAME_CHARACTERS = 200  # these limits keep the layout, which the worker sends to its peer in one line, small
@@ -56,7 +58,7 @@ class OwnTask:
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self._task = name, task
-        self._changed: list[str] = []
+        self._changed, self._trains_all = list[str](), True
         self.kept: list[str] = []
         self.private: list[str] = []
 
@@ -112,6 +114,15 @@ class OwnTask:
         with blamed(self.name, "targets()"):
             return count_targets(self._task, batch)
 
+    def activation_bytes(self, *_: bool) -> int:
+        """Of a batch, kept for the backward pass, counted in one more loss; 0: not known."""
+        sizes, others = list[int](), (*self.module.parameters(), *self.module.buffers())
+        with suppress(TaskError), _put_back(self, self._trains_all):
+            with first_kept(repeated_blocks(self.module)), saved_tensors(others, sizes.append), torch.enable_grad():
+                self.loss(*self.batch(0, 0))
+            return sum(sizes)
+        return 0
+
     def evaluate(self) -> float:
         with blamed(self.name, "evaluate()"), torch.no_grad():
             return float(self._task.evaluate())
@@ -120,6 +131,7 @@ class OwnTask:
         """Report errors of a batch and its gradient before a round begins; returns lines that the operator should
         know.
         """
+        self._trains_all = training
         with _with_traceback():
             batch = self.batch(seed, 0)
             right = isinstance(batch, tuple) and batch and all(isinstance(each, torch.Tensor) for each in batch)
@@ -161,33 +173,42 @@ class OwnTask:
 
 
 def _tried(task: OwnTask, batch: Batch, training: bool) -> Findings:
-    """Take the loss of a batch and its gradient, and put everything back: parameters, buffers, modes."""
-    parameters, reached = task.trained(), set[str]()
+    """Take the loss of a batch and its gradient, and put everything back."""
+    with _put_back(task, training) as (bystanders, copies):
+        parameters, reached = task.trained(), set[str]()
+        flat = flatten_parameters(parameters)
+        flat.views.watch(task.module, task.name)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]
+            for name, parameter in parameters
+        ]
+        try:
+            _differentiate(task, batch, flat)
+            flat.vector.add_(flat.vector.abs().add_(1), alpha=_SHIFT)
+            flat.refresh()
+            with suppress(TaskError), torch.no_grad():  # the task may check values that it expects
+                task.loss(*batch)
+            return Findings(*bystanders.changed(copies), [name for name, _ in parameters if name not in reached])
+        finally:
+            for hook in hooks:
+                hook.remove()
+            flat.views.detach()
+
+
+@contextmanager
+def _put_back(task: OwnTask, training: bool) -> Iterator[tuple[Bystanders, dict[str, torch.Tensor]]]:
+    """Afterwards parameters, other tensors and modes are as they were."""
+    parameters = task.trained()
     bystanders, modes = Bystanders(task.module, parameters), [(part, part.training) for part in task.module.modules()]
-    copies, flat = bystanders.copy(), flatten_parameters(parameters)
-    flat.views.watch(task.module, task.name)
-    vector = flat.vector
-    values = vector.clone()
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]
-        for name, parameter in parameters
-    ]
+    copies, values = bystanders.copy(), [parameter.detach().clone() for _, parameter in parameters]
     try:
         if training:
             task.module.train()
-        _differentiate(task, batch, flat)
-        vector.add_(vector.abs().add_(1), alpha=_SHIFT)
-        flat.refresh()
-        with suppress(TaskError), torch.no_grad():  # the task may check values that it expects
-            task.loss(*batch)
-        return Findings(*bystanders.changed(copies), [name for name, _ in parameters if name not in reached])
+        yield bystanders, copies
     finally:
         bystanders.restore(copies)
-        for hook in hooks:
-            hook.remove()
-        vector.copy_(values)
-        flat.refresh()
-        flat.views.detach()
+        for (_, parameter), value in zip(parameters, values, strict=True):
+            parameter.data.copy_(value)
         for part, mode in modes:
             part.training = mode
 

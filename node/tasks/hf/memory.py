@@ -19,6 +19,7 @@ from node.runtime.notes import note, warn
 from node.tasks.hf.adapters import adapted_layers, with_adapters
 from node.tasks.hf.model import loss_of
 from node.tasks.hf.settings import HfSettings, HfValues, ModelError, foreign
+from node.tasks.saved_tensors import saved_tensors
 
 PROCESS_BYTES = 720_000_000
 """Of the processes before they hold a model: worker 320 MB, peer 200, p2pd 65, libraries 130."""
@@ -197,16 +198,9 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     found, inside = SavedBytes(), [False]
-    seen = {each.untyped_storage()._cdata for each in fakes.values()}
-    alive: list[torch.Tensor] = []  # else the number of a storage could be used again
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            alive.append(tensor)
-            (found.layers if inside[0] else found.rest).append(storage.nbytes())
-        return tensor
+    def keep(size: int) -> None:
+        (found.layers if inside[0] else found.rest).append(size)
 
     def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         inside[0], hidden = True, (*arguments, *named.values())[0]
@@ -222,7 +216,7 @@ def _saved_bytes(module: Any, fakes: dict[str, torch.Tensor], settings: HfSettin
     tokens = torch.zeros(shape, dtype=torch.long)
     positions = torch.arange(settings.context).expand(shape) % max(1, settings.context // 2)  # two texts in each row
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors(fakes.values(), keep):
             call = lambda **inputs: functional_call(module, fakes, (), inputs)  # noqa: E731
             loss_of(call, (tokens, positions, tokens), torch.device("cpu"))
     finally:
