@@ -51,6 +51,7 @@ def worker_spec(
     if run.task == LOOP:
         raise ConfigError("each peer of this run trains by a script of its own: see docs/own-loop.md", "own_loop")
     devices = training_devices(run, mine)
+    has_group = len(devices) > 1 or mine.nodes != 1 or mine.offload != "none"
     return WorkerSpec(
         values=_hf_values(run.hf, mine, pins) if run.hf else _values(run),
         recipe=run.recipe,
@@ -59,7 +60,7 @@ def worker_spec(
         data=mine.data,
         held_out=sample,
         device=devices[0],
-        devices=devices if len(devices) > 1 or mine.nodes != 1 else (),
+        devices=devices if has_group else (),
         shard="zero3" if mine.tensor_parallel > 1 else mine.shard if len(devices) > 1 or mine.nodes != 1 else "zero1",
         tensor_parallel=mine.tensor_parallel,
         nodes=int(mine.nodes),
@@ -104,8 +105,11 @@ def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:
     if mine.nodes != 1:
         _check_cluster(mine, single)
         names = names or lent_devices(mine)
+    if mine.offload != "none" and not single:  # one device, too, is a group's then, which needs its name
+        names = names or _first_devices(mine.device, 1)
     names = names or (mine.device,)
-    for key in ("shard", "tensor_parallel", "offload") if len(names) == 1 and mine.nodes == 1 else ():
+    alone = ("shard", "tensor_parallel", *(("offload",) if single else ()))
+    for key in alone if len(names) == 1 and mine.nodes == 1 else ():
         if getattr(mine, key) not in ("auto", 1, "none"):
             raise ConfigError(
                 f"{mine.origins[key]}: this peer trains on one device: name several by --devices, or leave it out", key
@@ -121,8 +125,13 @@ def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:
 
 def _check_division(mine: PeerConfig, names: tuple[str, ...]) -> None:
     """Settings of several devices that contradict each other (ConfigError)."""
-    if mine.offload != "none" and names[0] == "cpu":
-        raise ConfigError(f"{mine.origins['offload']}: on the CPU all memory is the host's: leave it out", "offload")
+    if mine.offload != "none" and names[0] in ("cpu", "mps"):
+        where = "the CPU" if names[0] == "cpu" else "a Mac"
+        raise ConfigError(f"{mine.origins['offload']}: on {where} all memory is the host's: leave it out", "offload")
+    if mine.offload == "parameters" and len(names) == 1 and mine.nodes == 1:
+        raise ConfigError(
+            f"{mine.origins['offload']}: one device keeps its parameters: give --offload optimizer", "offload"
+        )
     if mine.offload == "parameters" and mine.shard != "zero3":
         raise ConfigError(
             f"{mine.origins['offload']}: only --shard zero3 keeps parameters on the host: give it", "offload"
@@ -156,6 +165,16 @@ def lent_devices(mine: PeerConfig) -> tuple[str, ...]:
     return _first_devices(mine.device, 1)
 
 
+def unused_gpus(mine: PeerConfig, spec: WorkerSpec) -> str:
+    """A line for a user who named no devices, if this peer leaves GPUs of its machine unused; else empty."""
+    if mine.device != "auto" or mine.devices or mine.ranks or mine.nodes != 1 or isinstance(spec.values, PacedValues):
+        return ""
+    used, gpus = spec.devices or ("cuda:0",), visible_gpus()
+    if gpus <= len(used):
+        return ""
+    return f"this peer trains on {', '.join(used)}; this machine has {gpus} GPUs: name those to use by --devices"
+
+
 def visible_gpus() -> int:
     """GPUs of CUDA. The peer does not use one, and what uses one is forked from a process that was forked earlier."""
     import torch
@@ -168,11 +187,13 @@ def _first_devices(kind: str, count: int) -> tuple[str, ...]:
     if kind == "cpu" or (kind == "auto" and not gpus):
         return ("cpu",) * count
     if kind == "mps":
+        if count == 1:
+            return ("mps",)
         raise ConfigError("mps is one device: leave --ranks out, or give --device cpu", "ranks")
     if gpus < count:
         raise ConfigError(
-            f"{count} ranks, and this machine has {gpus} GPU{'s' * (gpus != 1)} that this build of torch can use: give "
-            "fewer, name GPUs several times by --devices, or give --device cpu",
+            f"{count} rank{'s' * (count > 1)}, and this machine has {gpus} GPU{'s' * (gpus != 1)} that this build "
+            "of torch can use: give fewer, name GPUs several times by --devices, or give --device cpu",
             "ranks",
         )
     return tuple(f"cuda:{number}" for number in range(count))

@@ -325,7 +325,7 @@ class PeerConfig:
     )
     offload: Literal["none", "optimizer", "parameters"] = setting(
         "none",
-        "What several GPUs keep in the memory of the host: the optimiser's state; with zero3 also parameters.",
+        "What GPUs keep in the memory of the host: the optimiser's state; with several and zero3 also parameters.",
         more="It makes steps slower.",
         metavar="WHAT",
     )

@@ -41,6 +41,8 @@ class GradientSum:
 
     def __call__(self, part: Vector, low: int) -> None:
         """Sum a part of the vector, which begins at `low`: each element at least where it is trained."""
+        if len(self.bounds) == 2:  # a group of one
+            return
         works = [(held, own, [*self._begin(held, at)]) for held, own, at in self._pieces(part, low)]
         for held, own, begun in works:
             for work in begun:
@@ -73,6 +75,8 @@ def fastest(group: RankGroup, bounds: Sequence[int], reduced: bool) -> GradientS
 
     `reduced`: the gradients are computed in bfloat16, so that they may be summed in it.
     """
+    if group.size == 1:
+        return GradientSum(bounds)
     elements = min(bounds[-1], MEASURED_ELEMENTS)
     trial = torch.zeros(elements, dtype=torch.float32, device=group.device)
     found: list[tuple[float, GradientSum]] = []

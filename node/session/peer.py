@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from node.config.derived import stage_values, stream_seed, worker_spec
+from node.config.derived import stage_values, stream_seed, unused_gpus, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
@@ -247,6 +247,8 @@ class Peer:
             waiting = partial(self._tracker.set_state, "waiting")
             return ScriptTrainer(spec, self._processes.compute, self._scripts, waiting)
         spec = replace(spec, record=self._state.data)
+        if line := unused_gpus(self._config, spec):
+            self._say(line)
         if spec.stage:
             from node.training.remote_stage import RemoteStage  # only runs with stages load pipelines
 

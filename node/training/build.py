@@ -106,9 +106,9 @@ def _build_hf(
 
     values = spec.values
     assert isinstance(values, HfValues)
-    reduced = spec.precision == "bfloat16" or (spec.precision == "auto" and torch.device(device).type == "cuda")
-    dtype, autocast = torch.bfloat16 if reduced else torch.float32, None
-    if spec.precision == "float16":
+    precision = spec.precision if spec.precision != "auto" else hf_precision(device, tells)
+    dtype, autocast = torch.bfloat16 if precision == "bfloat16" else torch.float32, None
+    if precision == "float16":
         # What is trained stays in float32 and is rounded by autocast, not in copies as for bfloat16: these would sum a
         # step's gradients in float16, which overflows. What is frozen may be in float16, which takes half the memory.
         autocast, dtype = torch.float16, torch.float16 if values.settings.train == "lora" else torch.float32
@@ -154,6 +154,17 @@ def device_of(name: str) -> str:
     if not there[kind] or (number and int(number) >= torch.cuda.device_count()):
         raise ValueError(f"no device {name} on this machine that this build of torch can use: try --device auto")
     return name
+
+
+def hf_precision(device: str, tells: bool) -> str:
+    """What `--precision auto` is for a model of Hugging Face."""
+    if torch.device(device).type != "cuda":
+        return "float32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16"
+    if tells:
+        note("this GPU does not compute in bfloat16: training is in float16; --precision float32 is slower and safer")
+    return "float16"
 
 
 def _tell_slow(precision: str, device: str) -> None:

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from node.config import derived as outfit
 from node.config.derived import stream_seed, training_devices, worker_spec
@@ -82,6 +83,36 @@ def test_devices_are_named_counted_or_all(
     assert WorkerSpec.from_json(spec.to_json()) == spec
 
 
+@pytest.mark.parametrize("flags", [{}, {"device": "cuda"}, {"devices": ("cuda:0",)}])
+def test_one_gpu_with_offload_is_a_group_of_one(flags: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(outfit, "workers_here", lambda: 0)
+    spec = worker_spec(run(), peer(offload="optimizer", **flags), 1)
+    assert (spec.devices, spec.offload, spec.shard) == (("cuda:0",), "optimizer", "zero1")
+
+
+@pytest.mark.parametrize(
+    "of_run, flags, workers, used",
+    [
+        ({}, {}, 0, ""),
+        ({}, {}, 1, "cuda:0"),
+        ({"stages": 2}, {}, 0, "cuda:0"),
+        ({"gpt": {"rows": 2}}, {}, 0, "cuda:0, cuda:1"),
+        ({"task": "paced"}, {}, 0, ""),
+        ({}, {"devices": ("cuda:2",)}, 1, ""),
+        ({}, {"ranks": 1}, 0, ""),
+    ],
+)
+def test_user_is_told_of_unused_gpus(
+    of_run: dict[str, object], flags: dict[str, object], workers: int, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(outfit, "workers_here", lambda: workers)
+    mine = peer(**flags)
+    told = outfit.unused_gpus(mine, worker_spec(run(**of_run), mine, 1))
+    assert told == (used and f"this peer trains on {used}; this machine has 3 GPUs: name those to use by --devices")
+
+
 @pytest.mark.parametrize(
     "of_run, flags, why",
     [
@@ -90,7 +121,18 @@ def test_devices_are_named_counted_or_all(
         ({}, {"ranks": 3, "tensor_parallel": 2}, "flag --tensor-parallel: 3 devices do not make groups of 2"),
         ({}, {"shard": "zero2"}, "flag --shard: this peer trains on one device: name several by --devices"),
         ({}, {"tensor_parallel": 2}, "flag --tensor-parallel: this peer trains on one device"),
-        ({}, {"offload": "optimizer"}, "flag --offload: this peer trains on one device"),
+        (
+            {"task": "paced"},
+            {"offload": "optimizer"},
+            "flag --offload: this peer trains on one device: name",
+        ),
+        (
+            {},
+            {"offload": "parameters", "device": "cuda"},
+            "flag --offload: one device keeps its parameters: give --off",
+        ),
+        ({}, {"offload": "optimizer"}, "flag --offload: on the CPU all memory is the host's"),
+        ({}, {"offload": "optimizer", "device": "mps"}, "flag --offload: on a Mac all memory is the host's"),
         ({}, {"offload": "optimizer", "ranks": 2}, "flag --offload: on the CPU all memory is the host's"),
         ({}, {"offload": "parameters", "devices": ("cuda:0,cuda:1",)}, "flag --offload: only --shard zero3 keeps"),
         ({}, {"tensor_parallel": 2, "ranks": 2, "shard": "zero1"}, "flag --shard: beside tensor parallel"),

@@ -168,7 +168,7 @@ ALL = [
     *((task, *how) for task, how in product(TASKS, ANY)),
     *product([each for each in TASKS if each != "own"], ("zero3 x2", "zero3 x3"), ("apart",)),
     *product(("gpt-adamw", "qwen3 full", "llama full"), ("tensor parallel x2", "tensor parallel x4"), ("apart",)),
-    *product(("gpt-adamw", "gpt-muon"), ("zero1 x2", "zero2 x3", "zero3 x2"), ("optimizer on the host",)),
+    *product(("gpt-adamw", "gpt-muon"), ("zero1 x1", "zero1 x2", "zero2 x3", "zero3 x2"), ("optimizer on the host",)),
 ]
 
 

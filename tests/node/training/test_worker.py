@@ -18,7 +18,7 @@ from node.tasks.gpt_presets import GptConfig
 from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from node.training import shared, worker
-from node.training.build import _autocast, build
+from node.training.build import _autocast, build, hf_precision
 from node.training.shared import Shared
 from tests.support.refusals import one_line
 
@@ -310,3 +310,13 @@ def test_gpu_with_bfloat16_uses_it_for_wide_models(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, it=supported: it)
         assert _autocast("auto", "cuda", 192) == _autocast("auto", "cuda:1", 192) == expected
     assert _autocast("auto", "cuda", 96) is _autocast("float32", "cuda", 192) is _autocast("auto", "mps", 192) is None
+
+
+def test_hf_trains_in_float16_where_bfloat16_is_emulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for supported, expected in ((True, "bfloat16"), (False, "float16")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, it=supported: it)
+        assert hf_precision("cuda:1", tells=True) == expected
+        assert bool(capsys.readouterr().err) != supported
+    assert hf_precision("cpu", tells=True) == "float32"
