@@ -45,6 +45,7 @@ from node.training.inner_optimizer import (
 )
 from node.training.muon import Muon, fast_dtype, orthogonalized
 from node.training.task_learner import MicrobatchLoss, require_matrices
+from node.training.trainer import distance
 from protocols.base import Layout, Vector
 
 DATA, TENSOR = "data", "tensor"
@@ -192,7 +193,7 @@ class ShardedLearner(RankSteps):
         squares = 0.0
         for piece, anchor in zip(self._pieces, self._anchor, strict=True):
             if piece.is_first:
-                squares += float(torch.linalg.vector_norm(anchor - piece.value, dtype=torch.float64)) ** 2
+                squares += distance(anchor.reshape(-1), piece.value.reshape(-1)) ** 2
         return math.sqrt(self._group.total(squares)[0])
 
     def enter_outer(self) -> None:

@@ -28,6 +28,7 @@ from node.tasks.recipe import Recipe
 from node.tasks.user_task import OwnTask
 from node.training.inner_optimizer import FlatOptimizer, InnerOptimizer, matrices
 from node.training.task_learner import MicrobatchLoss, TaskLearner
+from node.training.trainer import distance
 from protocols.base import Layout, Vector
 
 
@@ -161,8 +162,7 @@ class ZeroLearner(RankSteps, TaskLearner):
 
     def distance(self) -> float:
         """L2 norm of the pseudo-gradient."""
-        apart = torch.linalg.vector_norm(self._anchor - self.vector[self._part], dtype=torch.float64)
-        return math.sqrt(self._group.total(float(apart) ** 2)[0])
+        return math.sqrt(self._group.total(distance(self._anchor, self.vector[self._part]) ** 2)[0])
 
     def enter_outer(self) -> None:
         self._aside = self.vector.clone()

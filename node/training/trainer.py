@@ -139,14 +139,19 @@ class LocalTraining:
             vector.copy_(local)
 
     def _norm(self) -> float:
-        """L2 norm of the pseudo-gradient, in pieces; squares are summed in float64, except within a piece on mps."""
-        kind = self.anchor.device.type
-        size = _PIECE if kind == "cpu" else _DEVICE_PIECE
-        dtype = torch.float32 if kind == "mps" else torch.float64  # which mps does not have
-        pairs = zip(torch.split(self.anchor, size), torch.split(self.learner.vector, size), strict=True)
-        norms = [torch.linalg.vector_norm(anchor - local, dtype=dtype) for anchor, local in pairs]
-        # One wait for the device, however many pieces there are.
-        return math.sqrt(sum(norm**2 for norm in torch.stack(norms).tolist()))
+        """L2 norm of the pseudo-gradient."""
+        return distance(self.anchor, self.learner.vector)
+
+
+def distance(one: Vector, other: Vector) -> float:
+    """L2 norm of the difference, in pieces; squares are summed in float64, except within a piece on mps."""
+    kind = one.device.type
+    size = _PIECE if kind == "cpu" else _DEVICE_PIECE
+    dtype = torch.float32 if kind == "mps" else torch.float64  # which mps does not have
+    pairs = zip(torch.split(one, size), torch.split(other, size), strict=True)
+    norms = [torch.linalg.vector_norm(first - second, dtype=dtype) for first, second in pairs]
+    # One wait for the device, however many pieces there are.
+    return math.sqrt(sum(norm**2 for norm in torch.stack(norms).tolist()))
 
 
 def as_json(work: LocalProgress) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def text(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def trainer(spec: WorkerSpec) -> AsyncIterator[RemoteTrainer]:
     async with AsyncExitStack() as stack:
-        if spec.device == "cpu" and spec.ranks > 1:
+        if spec.device == "cpu" and spec.devices:
             stack.enter_context(worker_program("tests.gpu.ranks", "node.ranks.worker"))
         elif spec.device == "cpu":
             stack.enter_context(worker_program("tests.gpu.worker"))
@@ -303,11 +304,13 @@ def test_two_peers_on_one_device_agree(text: Path, tmp_path: Path) -> None:
     assert all(each["tokens"] > 0 for each in found["peers"])
 
 
-@pytest.mark.parametrize("offload", ["", "optimizer"])
-@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3"])
-def test_two_ranks_on_one_device_compute_what_one_does(text: Path, shard: str, offload: str) -> None:
+@pytest.mark.parametrize(
+    "ranks, shard, offload",
+    [(1, "zero1", "optimizer"), *product((2,), ("zero1", "zero2", "zero3"), ("", "optimizer"))],
+)
+def test_ranks_on_one_device_compute_what_one_does(text: Path, ranks: int, shard: str, offload: str) -> None:
     single = replace(gpt(DEVICE, text, inner_optimizer="adamw"), device=DEVICE)
-    spec = replace(single, devices=(DEVICE, DEVICE), shard=shard, offload=offload)
+    spec = replace(single, devices=(DEVICE,) * ranks, shard=shard, offload=offload)
 
     async def test() -> None:
         async with trainer(spec) as found:
