@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def install(extra: str) -> str:
-    """The commands that bring an extra of pyproject.toml: page, hf or data.
+    """The commands that bring an extra of pyproject.toml: page, hf, data or lightning.
 
     They name the checkout: the project's name on the package index belongs to another project, whose code would run.
     """
