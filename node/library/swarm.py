@@ -95,7 +95,7 @@ class Swarm:
         self._starts, self._next_try, self._next_report = 0, 0.0, 0.0
         self._round, self._leaving = -1, False
         self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens, and loss times tokens, not read yet
-        self._optimizer_steps, self._unstepped = 0, 0
+        self._optimizer_steps, self._unstepped, self._bar_text = 0, 0, ""
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper, as accelerate's
         if arguments is None and attach is None:
             self._say("no swarm was given (bootstrap, attach or a NODE_* variable): this script trains alone")
@@ -247,6 +247,8 @@ class Swarm:
                 self._say_once(f"no mean of the swarm within {self._wait_seconds:g} s: this script trains on alone")
             waited, self._mark = time.monotonic() - began, time.perf_counter()
             ended = self._round != before or self.over
+            if ended:
+                self._bar_text = _shown_on_bar(self.metrics(), self._bar_text)
             counts = ended and bool(_last_report(self.state_dir).get("weight"))
             return StepResult(self._round, ended, counts, waited, self.over)
 
@@ -588,6 +590,19 @@ def _last_report(state_dir: Path | None) -> dict[str, Any]:
             report: dict[str, Any] = json.loads(file.read().rpartition(b"\n")[0].splitlines()[-1])
             return report
     return {}
+
+
+def _shown_on_bar(metrics: Mapping[str, float], before: str) -> str:
+    """Show the round on the script's outermost tqdm bar, unless its postfix is the script's own. What is shown now."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    bars = sorted(getattr(tqdm, "_instances", ()), key=lambda bar: abs(bar.pos))
+    if not bars or (bars[0].postfix or before) != before:
+        return before
+    shown = [
+        f"{name}={metrics[f'swarm/{name}']:.6g}" for name in ("round", "peers", "loss") if f"swarm/{name}" in metrics
+    ]
+    bars[0].set_postfix_str(", ".join(shown))
+    return str(bars[0].postfix)
 
 
 def _ask_to_finish(state_dir: Path | None) -> None:
