@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -176,8 +176,7 @@ class ShardedLearner(RankSteps):
         shared = self._group.shared(sum(self.layout.sizes()))
         if self._group.far:
             self._group.far.spread(shared)
-        for piece in self._pieces:
-            piece.value.copy_(piece.of(shared.local))
+        self._set([piece.of(shared.local) for piece in self._pieces])
         self._anchor = [piece.of(shared.anchor).to(piece.value.device, copy=True) for piece in self._pieces]
 
     def publish(self) -> None:
@@ -198,13 +197,21 @@ class ShardedLearner(RankSteps):
 
     def enter_outer(self) -> None:
         self._aside = [piece.value.clone() for piece in self._pieces]
-        for piece, anchor in zip(self._pieces, self._anchor, strict=True):
-            piece.value.copy_(anchor)
+        self._set(self._anchor)
 
     def leave_outer(self) -> None:
-        for piece, value in zip(self._pieces, self._aside, strict=True):
-            piece.value.copy_(value)
+        self._set(self._aside)
         del self._aside
+
+    def _set(self, values: Sequence[torch.Tensor]) -> None:
+        """After a forward pass without a backward pass, FSDP2 keeps the root's parameters gathered, and computes with
+        these until it is told that they are old.
+        """
+        for part in self._task.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        for piece, value in zip(self._pieces, values, strict=True):
+            piece.value.copy_(value)
 
 
 logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns of what Muon needs
