@@ -276,9 +276,11 @@ class RankedWorker(Worker):
         learner.everywhere("begin", layout=own.learner.layout.fragments, kept=own.learner.kept.names)
         if not resume:
             where = f"{spec.nodes} machines" if spec.nodes > 1 else _listed(spec.devices)
-            one = f"{where} trains, and the host keeps the optimiser's state"
-            note(f"{group.size} ranks train together ({own.shard}), on {where}" if group.size > 1 else one)
-            own.tell_of_statistics()
+            if group.size > 1:
+                note(f"{group.size} ranks train together ({own.shard}), on {where}")
+                own.tell_of_statistics()
+            else:
+                note(f"{where} trains, and the host keeps the optimiser's state")
         if own.job.check_first_loss:
             own.job.check_first_loss(learner.evaluate())
         generate = learner.generate if own.job.generate else None
