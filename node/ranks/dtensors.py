@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -219,8 +219,11 @@ logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warn
 
 def make_mesh(group: RankGroup, tensor_parallel: int) -> DeviceMesh:
     """All ranks call it together."""
-    shape = (group.size // tensor_parallel, tensor_parallel)
-    return init_device_mesh(group.device.type, shape, mesh_dim_names=(DATA, TENSOR))
+    grid, own = torch.arange(group.size).view(-1, tensor_parallel), list[Any]()
+    for lines in (grid.T.tolist(), grid.tolist()):
+        made = [(line, group.new_group(line)) for line in lines]
+        own += [each for line, each in made if group.rank in line]
+    return DeviceMesh.from_group(own, group.device.type, grid, mesh_dim_names=(DATA, TENSOR))
 
 
 def _keep_in_float32(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype | None:
@@ -418,7 +421,8 @@ class ShardMuon(Muon):
             whole = _whole(piece, direction)
             found = orthogonalized(whole[None], fast_dtype(whole.device))[0][piece.window]
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(found, alpha=-self.length(group["lr"], whole.shape))
+            # which is on the host if that takes the step, while a matrix is put together on the device
+            parameter.add_(found.to(parameter.device), alpha=-self.length(group["lr"], whole.shape))
 
 
 def _whole(piece: Piece, part: torch.Tensor) -> torch.Tensor:

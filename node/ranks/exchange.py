@@ -6,7 +6,7 @@ Each machine's ranks share memory of the layout of machine 0's (`node.training.s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ PIECE_ELEMENTS = 1 << 22
 
 
 class Exchange:
-    def __init__(self, rank: int, machines: Machines) -> None:
+    def __init__(self, rank: int, machines: Machines, new_group: Callable[..., Any]) -> None:
         self._rank, self._machines = rank, machines
         self._is_first = rank in machines.firsts
-        self._firsts: Any = dist.new_group([*machines.firsts], backend="gloo")
-        self._all: Any = dist.new_group(backend="gloo")
+        self._firsts = new_group(machines.firsts, backend="gloo")
+        self._all = new_group(backend="gloo")
 
     def spread(self, shared: Shared) -> None:
         """Copy machine 0's vectors to the other machines."""

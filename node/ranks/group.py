@@ -5,7 +5,7 @@ back through collectives of torch.distributed. A rank that fails writes one line
 too, and the peer starts another worker. Between commands a rank waits for its socket and not in a collective, which
 would time out.
 
-gloo and NCCL authenticate nobody: the ranks meet in a file that only they can open, and gloo listens on the loopback
+gloo and NCCL authenticate nobody: the ranks meet in a file that only they can open, and both listen on the loopback
 interface only. That of a peer on several machines is in `cluster.py`: the first rank of each of the others passes on
 the commands that come from rank 0, and the words of its machine's ranks.
 """
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ from node.ranks.cluster import Machines
 from node.ranks.exchange import Exchange
 from node.runtime import reaper
 from node.runtime.cgroup import stand_back
-from node.runtime.fork_server import set_command_line
+from node.runtime.fork_server import reseed_numpy, set_command_line
 from node.runtime.notes import be_quiet
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.shared import Shared
@@ -78,9 +78,8 @@ class RankGroup:
         for name in _LAUNCHER:
             os.environ.pop(name, None)
         loopback = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
-        os.environ["GLOO_SOCKET_IFNAME"] = machines.interface or loopback
-        if machines.interface:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={machines.interface}")
+        os.environ["GLOO_SOCKET_IFNAME"] = interface = machines.interface or loopback
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         meeting, parent = _meeting_place(), os.getpid()
         group = cls(machines.first, machines, memory, meeting)
         for rank in range(machines.first + 1, machines.first + machines.here):
@@ -95,15 +94,15 @@ class RankGroup:
 
     def meet(self, device: str) -> None:
         """Create the process group: all ranks call it, after their devices are known."""
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
+        self.device = torch.device("cuda:0" if device == "cuda" else device)
+        is_gpu = self.device.type == "cuda"
+        if is_gpu:
             torch.cuda.set_device(self.device)
-        self._has_nccl = (
-            self.device.type == "cuda" and dist.is_nccl_available() and not self.machines.shares
-        )  # refuses two on one GPU
+        self._has_nccl = is_gpu and dist.is_nccl_available() and not self.machines.shares  # it refuses two on one GPU
+        self._backend = "cpu:gloo,cuda:nccl" if self._has_nccl else "gloo"
         far = len(self.machines.firsts) > 1
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._has_nccl else "gloo",
+            self._backend,
             init_method=None if far else f"file://{self._meeting}",
             store=self.machines.open_store(self.rank) if far else None,
             rank=self.rank,
@@ -111,7 +110,12 @@ class RankGroup:
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
         dist.barrier()
-        self.far = Exchange(self.rank, self.machines) if far else None
+        self.far = Exchange(self.rank, self.machines, self.new_group) if far else None
+
+    def new_group(self, ranks: Sequence[int] | None = None, backend: str = "") -> Any:
+        """A process group of these ranks, or of all. All ranks call it together, for the same groups in one order."""
+        timeout = timedelta(seconds=COLLECTIVE_SECONDS)  # torch's own is 10 or 30 minutes
+        return dist.new_group(ranks, timeout, backend or self._backend)
 
     def shared(self, elements: int) -> Shared:
         """The vectors that all ranks share with the peer."""
@@ -226,7 +230,7 @@ class RankGroup:
         """Process groups by their backend's name; all ranks call it together."""
         if not self._has_nccl:
             return {"gloo": None}
-        return {"NCCL": None, "gloo": dist.new_group(backend="gloo")}
+        return {"NCCL": None, "gloo": self.new_group(backend="gloo")}
 
     def now(self) -> float:
         """Seconds, once what was asked of the device is done."""
@@ -262,6 +266,7 @@ def _run_rank(
             meeting = {int(group._meeting.name)} if group._meeting.name.isdigit() else set()
             _close_others({0, 1, 2, group._memory, link.fileno()} | meeting)
             set_command_line("python", "-P", "-m", "node.ranks.worker", group.name)
+            reseed_numpy()
             write_where_it_stands()
             be_quiet()
             code = run_to_end(group, link, run)

@@ -270,6 +270,11 @@ def become_program(module: str, arguments: Sequence[str]) -> None:
     root = logging.getLogger()
     root.handlers.clear()
     root.setLevel(logging.WARNING)
+    reseed_numpy()
+
+
+def reseed_numpy() -> None:
+    """Else numpy's global random numbers are the same in each fork."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -16,6 +17,8 @@ from node.tasks.base import TaskContext
 class Shapes:
     def __init__(self, context: TaskContext, fails_at: int = -1, hangs_at: int = -1, writes: str = "") -> None:
         self.fails_at, self.hangs_at, self.writes, self.device = fails_at, hangs_at, writes, context.device
+        if writes:
+            Path(writes, f"{os.getpid()}-drawn").write_text(str(numpy.random.random()))
         torch.manual_seed(context.seed)
         layers = (nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.module = nn.Sequential(*layers)

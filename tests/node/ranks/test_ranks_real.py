@@ -227,11 +227,12 @@ async def test_ranks_compute_what_one_process_does(
 async def test_ranks_have_the_same_buffers_at_the_end_of_a_round(
     compute: ThreadCompute, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also those that no vector holds; and the user is told whose batches they come from."""
+    """Also those that no vector holds; and the user is told whose batches they come from. Random numbers differ."""
     async with RemoteTrainer(grouped(own(writes=str(tmp_path)), "zero1 x3"), compute) as trainer:
         for number in range(2):
             await round_of(trainer, number)
         pids = [each.pid for each in ranks_of(trainer)]
+    assert len({(tmp_path / f"{pid}-drawn").read_text() for pid in pids}) == 3
     each, *others = (torch.load(tmp_path / f"{pid}-{80 + rank}") for rank, pid in enumerate(pids))
     assert each["1.num_batches_tracked"] and each["latest"].abs().sum()
     assert each.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked", "latest"}
