@@ -1,5 +1,6 @@
 """For a training loop of one's own: `from node.library import Swarm`. See docs/own-loop.md."""
 
-from node.library.swarm import StepResult, Swarm, SwarmError
+from node.library.parameters import SwarmError
+from node.library.swarm import StepResult, Swarm
 
 __all__ = ["StepResult", "Swarm", "SwarmError"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,8 @@ from protocols.base import Layout, Vector
 _WRAPPERS = ("_orig_mod", "module")  # of torch.compile, and of DistributedDataParallel
 
 
-class ParametersChanged(ValueError):
-    """A parameter is not what it was at the join. The message is one line that names it."""
+class SwarmError(RuntimeError):
+    """The script cannot take part, or uses the library wrongly. The message is one line: what, why, what to do."""
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -43,17 +44,23 @@ def running_statistics(model: nn.Module) -> list[str]:
 
 
 class Parameters:
-    """Those that take gradients now, and other tensors by name (`extra`): None means BatchNorm's statistics."""
+    """Those that take gradients now, and other tensors by name (`extra`): None means BatchNorm's statistics.
 
-    def __init__(self, model: nn.Module, extra: Sequence[str] | None = None) -> None:
+    Of `optimizer` only the parameters are looked at: it must not train others than the model has.
+    """
+
+    def __init__(self, model: nn.Module, extra: Sequence[str] | None = None, optimizer: Any = None) -> None:
         self._model = model = bare(model)
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         if not named:
-            raise ValueError("the model has no parameter that takes gradients: there is nothing to train")
+            raise SwarmError("the model has no parameter that takes gradients: there is nothing to train")
         for name, each in named:
             if not each.is_floating_point() or each.is_meta:
-                raise ValueError(f"parameter {name} is {'without data' if each.is_meta else each.dtype}")
+                raise SwarmError(f"parameter {name} is {'without data' if each.is_meta else each.dtype}")
         self._expected = {name: (tuple(each.shape), each.dtype) for name, each in named}
+        self._optimizer = optimizer
+        ids = self._trained_ids()
+        self._trained = [name for name, each in named if id(each) in ids]
         self._extra_names = running_statistics(model) if extra is None else list(extra)
         self._count = sum(math.prod(shape) for shape, _ in self._expected.values())
         self._extra = ExtraTensors(model, self._extra_names, self._count)
@@ -71,16 +78,26 @@ class Parameters:
         return list(self._bystanders.news(self._extra_names))
 
     def checked(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters by name. Raises `ParametersChanged`."""
+        """The parameters by name. Raises `SwarmError`."""
         present = dict(self._model.named_parameters())
         if gone := [name for name in self._expected if name not in present]:
-            raise ParametersChanged(f"the model has no parameter {listed(gone)} any more: keep those of the join")
+            raise SwarmError(f"the model has no parameter {listed(gone)} any more: keep those of the join")
         for name, (shape, dtype) in self._expected.items():
             each = present[name]
             if tuple(each.shape) != shape or each.dtype != dtype:
                 was, now = f"{dtype} {shape}", f"{each.dtype} {tuple(each.shape)}"
-                raise ParametersChanged(f"parameter {name} is {now}, and was {was} at the join: keep shape and dtype")
+                raise SwarmError(f"parameter {name} is {now}, and was {was} at the join: keep shape and dtype")
+        ids = self._trained_ids()
+        if lost := [name for name in self._trained if id(present[name]) not in ids]:
+            raise SwarmError(
+                f"the optimizer does not train parameter {listed(lost)} any more: the model has a new one. Change its "
+                "values in place, or make the optimizer, and join, after the change"
+            )
         return [(name, present[name]) for name in self._expected]
+
+    def _trained_ids(self) -> set[int]:
+        groups = getattr(self._optimizer, "param_groups", ())
+        return {id(each) for group in groups for each in group["params"]}
 
     @torch.no_grad()
     def copy_out(self, into: Vector | None, fresh: bool = False) -> None:

@@ -33,8 +33,9 @@ from torch import nn
 
 from node.library.child import ChildPeer
 from node.library.link import Link, LinkLost
-from node.library.parameters import Parameters
+from node.library.parameters import Parameters, SwarmError
 from node.runtime.json_file import read_json
+from node.runtime.locks import hold
 from node.tasks.base import Step
 from node.training.shared import Shared, shared_vector
 from node.training.trainer import LocalTraining, as_json
@@ -46,10 +47,6 @@ _ATTACH_PAUSE_SECONDS, _LOOK_SECONDS, _REPORT_SHARE = 1.0, 0.05, 0.02
 _MAX_STARTS = 5
 _UNSTEPPED_CALLS = 3
 _MAX_JOURNAL_BYTES = 1 << 18
-
-
-class SwarmError(RuntimeError):
-    """The script cannot take part, or uses the library wrongly. The message is one line: what, why, what to do."""
 
 
 class State(Enum):
@@ -100,7 +97,7 @@ class Swarm:
         if arguments is None and attach is None:
             self._say("no swarm was given (bootstrap, attach or a NODE_* variable): this script trains alone")
             return
-        self._parameters = Parameters(model, extra)
+        self._parameters = Parameters(model, extra, self._optimizer)
         self._steps_are_seen = hasattr(self._optimizer, "register_step_post_hook")
         if self._steps_are_seen:
             self._hook = self._optimizer.register_step_post_hook(self._on_optimizer_step)
@@ -387,12 +384,28 @@ class Swarm:
                 return
             self._say(f"the peer ended with exit code {code} ({line}): another is started")
             self._next_try += 2.0**self._starts
-        self._starts += 1
         arguments = [*(self._arguments or ())]
+        if self._held(arguments):
+            self._next_try = time.monotonic() + _ATTACH_PAUSE_SECONDS / 4
+            return
+        self._starts += 1
         if self._child and (directory := self._child.state_dir) and "--state-dir" not in arguments:
             arguments += ["--state-dir", str(directory)]
         environment = {name: value for name, value in os.environ.items() if name != ATTACH}
         self._child = ChildPeer(arguments, environment, self._quiet)
+
+    def _held(self, arguments: Sequence[str]) -> bool:
+        """Whether a peer still runs in the state directory, as that of a killed script does while it leaves."""
+        if "--state-dir" not in arguments:
+            return False
+        directory = Path(arguments[arguments.index("--state-dir") + 1]).expanduser()
+        with suppress(OSError):
+            if (held := hold(directory)) is not None:
+                os.close(held)
+                return False
+            self._say_once(f"a peer runs in {directory} and may be leaving: waiting for its end (attach would use it)")
+            return True
+        return False
 
     def _carry_out(self, link: Link, message: dict[str, Any]) -> None:
         if "recipe" in message:
@@ -435,6 +448,8 @@ class Swarm:
     def _take(self, carried: int | None) -> None:
         if carried is not None:
             self._parameters.copy_in(self._shared.local)
+            if self._shared.revoked:  # perhaps before it was copied: of no round, then
+                raise LinkLost
             self._training.reset(carried)
 
     def _begin(self, command: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from node.network.sockets import socket_directory
 from node.runtime.json_file import replace_private
@@ -83,13 +83,12 @@ class ScriptLink(WorkerProcess):
     goes nowhere.
     """
 
-    memory: Shared
     child: ScriptProcess  # type: ignore[assignment]
 
     def __init__(self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         process = ScriptProcess(sock, self._hang_up)
         super().__init__(process, FaultDump(), reader, writer)  # type: ignore[arg-type]
-        self.evaluates = False
+        self.evaluates, self.memory = False, cast(Shared, None)  # until it has introduced itself
         self._messages = asyncio.Queue[bytes](_MAX_QUEUE)
         self._reading = asyncio.create_task(self._read(), name="script")
 
@@ -104,6 +103,8 @@ class ScriptLink(WorkerProcess):
             self._writer.close()
 
     def _hang_up(self) -> None:
+        if self.memory:
+            self.memory.revoke()
         self._reading.cancel()
         self.child.gone.set()
         self._writer.close()
@@ -325,6 +326,17 @@ class ScriptTrainer(RemoteTrainer):
 
     def _mending_seconds(self) -> float:
         return math.inf
+
+    async def _reset_local(self, worker: WorkerProcess) -> None:
+        """A script that was to stop and did not may still write: the local parameters are in other memory from now."""
+        page = shared.create()
+        try:
+            memory = Shared(page, len(self._anchor), self._anchor)
+        finally:
+            os.close(page)
+        memory.attention = self._shared.attention
+        self._shared = memory
+        await super()._reset_local(worker)
 
     async def _gain(self, worker: WorkerProcess) -> None:
         assert isinstance(worker, ScriptLink)

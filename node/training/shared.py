@@ -21,7 +21,7 @@ import torch
 from protocols.base import Vector
 
 _PAGE_BYTES, _SCALE_AT = 4096, 2048
-_ATTENTION, _STEPS, _POSITION, _THREADS, _WAITS = range(5)
+_ATTENTION, _STEPS, _POSITION, _THREADS, _WAITS, _REVOKED = range(6)
 
 
 def create() -> int:
@@ -69,6 +69,14 @@ class Shared:
     @attention.setter
     def attention(self, wanted: bool) -> None:
         self._numbers[_ATTENTION] = wanted
+
+    @property
+    def revoked(self) -> bool:
+        """Set by the peer: what it writes to the vectors from now on is not for the script that had them."""
+        return self._numbers[_REVOKED] != 0
+
+    def revoke(self) -> None:
+        self._numbers[_REVOKED] = 1
 
     @property
     def steps(self) -> int:
