@@ -396,9 +396,12 @@ class Swarm:
 
     def _held(self, arguments: Sequence[str]) -> bool:
         """Whether a peer still runs in the state directory, as that of a killed script does while it leaves."""
-        if "--state-dir" not in arguments:
+        given = os.environ.get("NODE_STATE_DIR", "")
+        if "--state-dir" in arguments:
+            given = arguments[arguments.index("--state-dir") + 1]
+        if not given:
             return False
-        directory = Path(arguments[arguments.index("--state-dir") + 1]).expanduser()
+        directory = Path(given).expanduser()
         with suppress(OSError):
             if (held := hold(directory)) is not None:
                 os.close(held)
