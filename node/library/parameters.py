@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from node.tasks.bystanders import Bystanders, listed
 from node.tasks.extra import ExtraTensors
@@ -100,47 +99,49 @@ class Parameters:
         return {id(each) for group in groups for each in group["params"]}
 
     @torch.no_grad()
-    def copy_out(self, into: Vector | None, fresh: bool = False) -> None:
-        """Write the parameters to the vector; None: another rank does. `fresh`: it holds nothing yet.
+    def copy_out(self, into: Vector, fresh: bool = False) -> None:
+        """Write the parameters to the vector. `fresh`: it holds nothing yet.
 
         A parameter in bfloat16 is the rounded value of what was copied in. The vector gets its change since then, so
         that rounding is not taken for training.
         """
         low = 0
         for name, parameter in self.checked():
-            value = whole(parameter)
             high = low + parameter.numel()
-            if into is not None:
-                place = into[low:high].view(value.shape)
-                if parameter.dtype == torch.float32 or fresh or name not in self._taken:
-                    place.copy_(value)
-                else:
-                    place.add_((value.float() - self._taken[name].float()).to(place.device))
-                self._remember(name, value)
+            self._put(into[low:high].view(parameter.shape), *self._outgoing(name, parameter.detach(), fresh))
             low = high
-        if into is not None:
-            self._extra_of(into).store()
+        self._extra_of(into).store()
+
+    def _outgoing(self, name: str, value: torch.Tensor, fresh: bool) -> tuple[torch.Tensor, bool]:
+        """What the vector gets for a value, and whether it is to be added."""
+        taken = None if fresh else self._taken.get(name)
+        self._remember(name, value)
+        return (value, False) if taken is None else (value.float() - taken.float(), True)
+
+    @staticmethod
+    def _put(place: torch.Tensor, value: torch.Tensor, is_change: bool) -> None:
+        if is_change:
+            place.add_(value.to(place.device))
+        else:
+            place.copy_(value)
 
     @torch.no_grad()
-    def copy_in(self, vector: Vector | None) -> None:
-        """Write the vector to the parameters, in place; None: another rank has it."""
+    def copy_in(self, vector: Vector) -> None:
+        """Write the vector to the parameters, in place."""
         try:
             self._copy_in(vector)
         except KeyboardInterrupt:  # half of the parameters would be of another round: do it again, then stop
             self._copy_in(vector)
             raise
 
-    def _copy_in(self, vector: Vector | None) -> None:
+    def _copy_in(self, vector: Vector) -> None:
         low = 0
         for name, parameter in self.checked():
-            high = low + parameter.numel()
-            value = None if vector is None else vector[low:high].view(parameter.shape)
-            replace_whole(parameter, value)
-            if value is not None:
-                self._remember(name, parameter.detach() if not isinstance(parameter, DTensor) else value)
+            high, value = low + parameter.numel(), parameter.detach()
+            value.copy_(vector[low:high].view(parameter.shape))
+            self._remember(name, value)
             low = high
-        if vector is not None:
-            self._extra_of(vector).load()
+        self._extra_of(vector).load()
 
     def _remember(self, name: str, value: torch.Tensor) -> None:
         if self._expected[name][1] != torch.float32:
@@ -149,22 +150,3 @@ class Parameters:
     def _extra_of(self, vector: Vector) -> ExtraTensors:
         self._extra.allocate(lambda _: vector, resume=True)(self._count)
         return self._extra
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """All of a parameter, on every rank: of one that is divided, the parts are gathered."""
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def replace_whole(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    """Replace a parameter's values; of one that is divided, each rank gets its part from rank 0."""
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        given = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
-        if value is not None:
-            given.copy_(value)
-        parts = distribute_tensor(given, parameter.device_mesh, parameter.placements)
-        local.copy_(parts.to_local())
-    elif value is not None:
-        parameter.detach().copy_(value)

@@ -2,6 +2,7 @@
 
 The peer (network, rounds, disk) is a process of its own, which the script starts or attaches to. The script takes the
 place of that peer's worker (`node.training.worker`): the same commands, the same shared memory, carried out in `step`.
+Under torch.distributed, all ranks of the script are one worker (`node.library.ranks`).
 
     off        no swarm was given: every call returns at once
     lost       no connection: `step` tries to attach, at most once a second
@@ -23,10 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ from node.tasks.base import Step
 from node.training.shared import Shared, shared_vector
 from node.training.trainer import LocalTraining, as_json
 from protocols.base import Layout, Vector
+
+if TYPE_CHECKING:  # only a script of several ranks loads its code
+    from node.library.ranks import Ranks
 
 JOIN_SECONDS, WAIT_SECONDS, LEAVE_SECONDS = 600.0, 600.0, 20.0
 ATTACH = "NODE_ATTACH"  # variable with the state directory of a peer to attach to
@@ -87,24 +91,29 @@ class Swarm:
         self._arguments, self._attached_to, self._evaluate = arguments, attach, evaluate
         self._wait_seconds, self._quiet = wait_seconds, quiet
         self._told: set[str] = set()
+        self._ranks: Ranks | None = None
+        self._ranks_know: tuple[State, int] | None = None
+        self._report_of_round: dict[str, Any] = {}  # with several ranks
         self._link: Link | None = None
         self._child: ChildPeer | None = None
         self._starts, self._next_try, self._next_report = 0, 0.0, 0.0
         self._round, self._leaving = -1, False
-        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens, and loss times tokens, not read yet
+        self._uncounted: tuple[Any, Any] = (0, 0)  # tokens, and loss times tokens: on the device, or of this rank
         self._optimizer_steps, self._unstepped, self._bar_text = 0, 0, ""
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper, as accelerate's
         if arguments is None and attach is None:
             self._say("no swarm was given (bootstrap, attach or a NODE_* variable): this script trains alone")
             return
-        self._parameters = Parameters(model, extra, self._optimizer)
+        self._parameters = self._of_ranks(model, extra, join_seconds) or Parameters(model, extra, self._optimizer)
         self._steps_are_seen = hasattr(self._optimizer, "register_step_post_hook")
         if self._steps_are_seen:
             self._hook = self._optimizer.register_step_post_hook(self._on_optimizer_step)
         self._state = State.LOST
         atexit.register(self._leave_at_exit)
         try:
-            self._enter(time.monotonic() + join_seconds, join_seconds)
+            self._together("join", lambda: self._enter(time.monotonic() + join_seconds, join_seconds))
+            if self._ranks:
+                self._ranks.limit(wait_seconds)
         except BaseException:
             self._close()
             raise
@@ -188,7 +197,7 @@ class Swarm:
             arguments = [*_options(run=file, state_dir=state_dir), *options]
             return cls(model, optimizer, arguments=arguments, **more)
 
-    def _enter(self, deadline: float, seconds: float) -> None:
+    def _enter(self, deadline: float, seconds: float) -> StepResult:
         while self._state not in (State.TRAINING, State.OVER):
             if time.monotonic() >= deadline:
                 what = "found no run" if self._state is State.LOST else "got no state of the run"
@@ -196,6 +205,7 @@ class Swarm:
             self._advance(time.monotonic() + _LOOK_SECONDS)
         if self._optimizer is not None and getattr(self._optimizer, "state", None):
             self._say("the optimizer's moments are of other parameters than those of the swarm, which were loaded")
+        return StepResult(self._round, True)
 
     @property
     def active(self) -> bool:
@@ -219,7 +229,9 @@ class Swarm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error and self._ranks:  # the others are elsewhere
+            self._ranks.close()
         self.leave()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -233,21 +245,26 @@ class Swarm:
         if self._state in (State.OFF, State.OVER):
             return StepResult(self._round, over=self.over)
         with self._alone():
-            before, began = self._round, time.monotonic()
-            if self._state is not State.TRAINING:
-                return self._step_apart()
-            self._count(tokens, loss)
-            if not self._shared.attention and not self._report():
-                return StepResult(self._round)
-            self._end_turn(began + self._wait_seconds)
-            if self.waits:
-                self._say_once(f"no mean of the swarm within {self._wait_seconds:g} s: this script trains on alone")
-            waited, self._mark = time.monotonic() - began, time.perf_counter()
-            ended = self._round != before or self.over
-            if ended:
-                self._bar_text = _shown_on_bar(self.metrics(), self._bar_text)
-            counts = ended and bool(_last_report(self.state_dir).get("weight"))
-            return StepResult(self._round, ended, counts, waited, self.over)
+            if self._state is State.TRAINING:
+                self._count(tokens, loss)
+            result = self._together("step", self._step)
+        if result.ended:
+            self._bar_text = _shown_on_bar(self.metrics(), self._bar_text)
+        return result
+
+    def _step(self) -> StepResult:
+        before, began = self._round, time.monotonic()
+        if self._state is not State.TRAINING:
+            return self._step_apart()
+        if not self._shared.attention and not self._report():
+            return StepResult(self._round)
+        self._end_turn(began + self._wait_seconds)
+        if self.waits:
+            self._say_once(f"no mean of the swarm within {self._wait_seconds:g} s: this script trains on alone")
+        waited, self._mark = time.monotonic() - began, time.perf_counter()
+        ended = self._round != before or self.over
+        counts = ended and bool(_last_report(self.state_dir).get("weight"))
+        return StepResult(self._round, ended, counts, waited, self.over)
 
     def _step_apart(self) -> StepResult:
         """A step without a part in a round. What it trains is lost once the swarm's state is here again."""
@@ -277,7 +294,8 @@ class Swarm:
 
     def _count(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None) -> None:
         taken, self._optimizer_steps = self._optimizer_steps if self._steps_are_seen else 1, 0
-        self._shared.stepped()  # a sign of life
+        if self._leads:
+            self._shared.stepped()  # a sign of life
         if not taken:  # a GradScaler has skipped it, or gradients are still accumulated
             self._unstepped += 1
             if self._unstepped == _UNSTEPPED_CALLS:
@@ -288,23 +306,37 @@ class Swarm:
             return
         self._unstepped = 0
         loss = math.nan if loss is None else loss.detach() if isinstance(loss, torch.Tensor) else loss
-        if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":  # no wait for the device
-            sums = self._on_device or (0, 0)
-            self._on_device = (tokens + sums[0], tokens * loss + sums[1])
+        on_device = isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"  # no wait for the device
+        if not on_device:
+            tokens, loss = int(tokens), float(loss)
+        if on_device or self._ranks:
+            counted, losses = self._uncounted
+            self._uncounted = (counted + tokens, losses + (tokens * loss if on_device or tokens else 0))
         else:
             self._training.add(Step(float(loss), int(tokens)))
-        now = time.perf_counter()
-        for _ in range(taken):
-            self._training.step()
-        self._training.spend(now - self._mark)
-        self._mark = now
+        if self._leads:
+            now = time.perf_counter()
+            for _ in range(taken):
+                self._training.step()
+            self._training.spend(now - self._mark)
+            self._mark = now
 
     def _flush(self) -> None:
-        """Read from the device what has been counted there."""
-        if self._on_device:
-            tokens, loss = (float(each) for each in self._on_device)
-            self._on_device = None
-            self._training.add(Step(loss / max(1.0, tokens), int(tokens)))
+        """Add what has been counted on the device, and by all ranks, to the work."""
+        tokens, loss = self._count_of_all()
+        self._training.add(Step(loss / max(1.0, tokens), int(tokens)))
+
+    def _count_of_all(self) -> tuple[float, float]:
+        if not self._ranks:
+            return self._own_count()
+        with self._ranks.operation("count"):
+            tokens, losses = zip(*self._ranks.exchange(self._own_count()), strict=True)
+        return sum(tokens), sum(losses)
+
+    def _own_count(self) -> tuple[float, float]:
+        tokens, loss = self._uncounted
+        self._uncounted = (0, 0)
+        return float(tokens), float(loss)
 
     def _report(self) -> bool:
         """Tell the peer of the work so far, seldom enough to cost little. Whether the turn ends with it."""
@@ -316,7 +348,11 @@ class Swarm:
         if training.due() or completed:
             self._completed = training.complete
             self._parameters.copy_out(self._shared.local)
-            self._tell("progress", as_json(training.work()))
+            try:
+                self._tell("progress", as_json(training.work()))
+            except LinkLost:  # the next call attaches
+                self._drop()
+                return False
             self._mark = time.perf_counter()
             self._next_report = self._mark + (self._mark - now) / _REPORT_SHARE
         return training.complete and not self._surplus
@@ -326,7 +362,7 @@ class Swarm:
         self._flush()
         self._parameters.copy_out(self._shared.local)
         for line in self._parameters.news():
-            self._say(line)
+            self._say_once(line)
         try:
             self._tell("done", as_json(self._training.work()))
             self._state = State.WAITING
@@ -436,6 +472,7 @@ class Swarm:
 
     def _introduce(self, link: Link, spec: dict[str, Any]) -> None:
         page, anchor = link.descriptors
+        self._count_of_all()  # it was trained without a link, or for the last one
         parameters = self._parameters
         outer, fresh = shared_vector(anchor, parameters.elements)
         self._shared = Shared(page, parameters.elements, outer)
@@ -470,7 +507,7 @@ class Swarm:
         parameters, shared = self._parameters, self._shared
         parameters.copy_in(shared.anchor)
         try:
-            return "done", float(self._evaluate())
+            return "done", self._evaluated_by_all()
         except Exception as error:  # noqa: BLE001 - code of the user, who may raise anything
             self._say_once(f"evaluate failed: {type(error).__name__}: {error}")
             return "refused", f"evaluate failed: {type(error).__name__}"
@@ -490,24 +527,106 @@ class Swarm:
         if self._state in (State.WAITING, State.TRAINING):
             self._state = State.LOST
 
+    # -- several ranks ------------------------------------------------------------------------------------------------
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the process that talks to the swarm."""
+        return self._ranks is None or self._ranks.leads
+
+    def _of_ranks(self, model: nn.Module, extra: Sequence[str] | None, seconds: float) -> Parameters | None:
+        """The parameters of a script of several ranks, which from now on act together; None if it is one process."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
+        from node.library.ranked_parameters import RankedParameters
+        from node.library.ranks import Ranks
+
+        self._ranks = ranks = Ranks(seconds)
+        try:
+            parameters = RankedParameters(ranks, model, extra, self._optimizer)
+            if len({*ranks.exchange(self._evaluate is not None)}) > 1:
+                raise SwarmError("evaluate is given on some ranks only: give it on all, or on none")
+        except BaseException:
+            ranks.close()
+            raise
+        ranks.operations |= {"count": self._share_count, "evaluate": self._share_evaluation}
+        return parameters
+
+    def _together(self, call: str, act: Callable[[], StepResult]) -> StepResult:
+        """Do it, with several ranks on rank 0: the result, and what this object tells, are the same on all ranks."""
+        if (ranks := self._ranks) is None:
+            return act()
+
+        def lead() -> dict[str, Any] | None:
+            result, before = act(), self._ranks_know
+            self._ranks_know = (self._state, self._round)
+            if result == StepResult(self._round) and self._ranks_know == before:
+                return None
+            report = _last_report(self.state_dir) if result.ended else self._report_of_round
+            return {"result": asdict(result), "state": self._state.value, "report": report}
+
+        try:
+            news = ranks.together(call, lead)
+        except BaseException:
+            self._ranks_know = None
+            if ranks.lost:
+                self._close()
+            raise
+        if news is None:
+            return StepResult(self._round)
+        result = StepResult(**news["result"])
+        self._state, self._round, self._report_of_round = State(news["state"]), result.round, news["report"]
+        return result
+
+    def _share_count(self) -> None:
+        assert self._ranks
+        self._ranks.exchange(self._own_count())
+
+    def _evaluated_by_all(self) -> float:
+        """The mean over the ranks: each may have evaluated all held-out data, or an equal part of it."""
+        assert self._evaluate
+        if self._ranks is None:
+            return float(self._evaluate())
+        with self._ranks.operation("evaluate"):
+            return self._share_evaluation()
+
+    def _share_evaluation(self) -> float:
+        assert self._evaluate and self._ranks
+        loss, why = math.nan, ""
+        try:
+            loss = float(self._evaluate())
+        except Exception as error:  # noqa: BLE001 - code of the user, who may raise anything
+            why = f"{type(error).__name__}: {error}"
+        losses: list[float] = self._ranks.exchange(loss, why)
+        return sum(losses) / len(losses)
+
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Finish the round under way and leave the run; the model gets the last mean. At most some 20 s.
 
-        A peer that this script only attached to stays in the run, and rests.
+        A peer that this script only attached to stays in the run, and rests. All ranks of a script call it.
         """
         if self._state is State.OFF or os.getpid() != self._pid or self._leaving:
             return
         self._leaving = True
         deadline = time.monotonic() + LEAVE_SECONDS
         try:
-            if self._child and self._child.code is None and self._state is not State.OVER:
-                _ask_to_finish(self.state_dir)
-                while self._state not in (State.OFF, State.OVER) and time.monotonic() < deadline:
-                    self._leave_by_turns()
+            if self._state is not State.OVER and not (self._ranks and self._ranks.lost):
+                if self._ranks:
+                    self._ranks.limit(LEAVE_SECONDS)
+                self._together("leave", lambda: self._finish(deadline))
+        except SwarmError as error:
+            self._say(str(error))
         finally:
             self._close(deadline)
+
+    def _finish(self, deadline: float) -> StepResult:
+        if self._child and self._child.code is None:
+            _ask_to_finish(self.state_dir)
+            while self._state not in (State.OFF, State.OVER) and time.monotonic() < deadline:
+                self._leave_by_turns()
+        return StepResult(self._round, True, over=True)
 
     def _leave_by_turns(self) -> None:
         """As in `step`, but without steps: hand over the work when the peer wants it."""
@@ -524,9 +643,13 @@ class Swarm:
     def _leave_at_exit(self) -> None:
         if os.getpid() == self._pid:
             with suppress(Exception):
+                if self._ranks:  # the others may end at another time
+                    self._ranks.close()
                 self.leave()
 
     def _close(self, deadline: float = 0.0) -> None:
+        if self._ranks:
+            self._ranks.close()
         if self._link:
             self._link.close()
             self._link = None
@@ -544,7 +667,7 @@ class Swarm:
 
     def metrics(self) -> dict[str, float]:
         """The last round's figures, for a logger of one's own. Empty without a swarm, and before the first round."""
-        report = _last_report(self.state_dir)
+        report = self._report_of_round if self._ranks else _last_report(self.state_dir)
         names = ("round", "held_out_loss", "loss", "tokens", "tokens_per_second", "weight")
         found = {name: report[name] for name in names if isinstance(report.get(name), int | float)}
         if report:
@@ -557,7 +680,7 @@ class Swarm:
         return f" in {self._child.log}" if self._child else ""
 
     def _say(self, line: str) -> None:
-        if not self._quiet:
+        if not self._quiet and self._leads:
             print(f"starling: {line}", file=sys.stderr, flush=True)
 
     def _say_once(self, line: str) -> None:
