@@ -108,6 +108,11 @@ class RealPeer:
         return self
 
     @property
+    def mark(self) -> dict[str, str]:
+        """The variable by which its processes are found."""
+        return {MARK: self._mark}
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

@@ -85,15 +85,9 @@ class Script:
     def __init__(self, swarm: RealSwarm, name: str, variables: dict[str, str]) -> None:
         self.peer: RealPeer = swarm.peer(name)
         self._log = swarm.home / f"{name}.script.log"
-        mark = dict(self.peer_mark())
-        self._environment = {**os.environ, **mark, **variables, "PYTHONPATH": f"{REPOSITORY}:{swarm.home}"}
+        self._environment = {**os.environ, **self.peer.mark, **variables, "PYTHONPATH": f"{REPOSITORY}:{swarm.home}"}
         self._script = swarm.home / "train.py"
         self.start()
-
-    def peer_mark(self) -> dict[str, str]:
-        from tests.support.warm import MARK
-
-        return {MARK: self.peer._mark}
 
     def start(self) -> None:
         with self._log.open("ab") as log:
