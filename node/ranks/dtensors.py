@@ -13,6 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -26,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from node.ranks.division import RanksError, units
+from node.ranks.division import RanksError, Unit, units
 from node.ranks.group import RankGroup
-from node.ranks.steps import KeptTensors, RankSteps, take_from_first
-from node.tasks.base import Task, extra, trained
+from node.ranks.steps import KeptTensors, RankSteps, microbatches, take_from_first
+from node.tasks.base import Batch, Task, extra, trained
 from node.tasks.checkpointing import repeated_blocks
 from node.tasks.flat import layout_of
 from node.tasks.recipe import Recipe
@@ -157,17 +158,49 @@ class ShardedLearner(RankSteps):
             piece.parameter.grad = None
 
     def _accumulate(self) -> list[MicrobatchLoss]:
-        """Also of a microbatch that does not count: each rank takes part in each collective."""
+        """Each rank takes part in each collective. So for a microbatch that does not count, another is repeated with
+        weight 0: its own loss may not be a number, and no weight makes zero of that.
+        """
         losses, ranks = list[MicrobatchLoss](), self._mesh[DATA].size()
+        position, missing = self.position, 0
+        counted: Batch | None = None
         for batch, count, weight in self._microbatches():
+            if not count:
+                missing += 1
+                continue
             loss = self._differentiate(batch, weight * ranks, is_first=not losses)  # FSDP takes the mean over ranks
-            if count:
-                losses.append(MicrobatchLoss(loss, count, weight))
+            losses.append(MicrobatchLoss(loss, count, weight))
+            counted = batch
+        for _ in range(missing):
+            counted = counted or self._counted(position)
+            self._differentiate(counted, 0.0, is_first=not losses)
         return losses
+
+    def _counted(self, position: int) -> Batch:
+        """A microbatch of the step that has targets, of any rank; without one the step does not count."""
+        parts = self._units[0].parts
+        every = [Unit(batch, part, parts) for batch in range(self._recipe.batches) for part in range(parts)]
+        drawn = microbatches(self._task, self._seed, position, every, self._by_token)
+        return next((batch for batch, count, _ in drawn if count), None) or self._task.batch(self._seed, position)
 
     def _gather(self, losses: Sequence[MicrobatchLoss]) -> int:
         (count,) = self._group.total(sum(each.count for each in losses))
         return round(count / self._mesh[TENSOR].size())
+
+    @contextmanager
+    def as_first(self) -> Iterator[None]:
+        """All ranks continue a text by what the first one's model says: another's, which rounds otherwise, might end it
+        earlier, while the others wait for it.
+        """
+
+        def share(module: nn.Module, given: Any, found: Any) -> None:
+            take_from_first((found if isinstance(found, torch.Tensor) else found.logits)[:, -1])
+
+        hook = self._task.module.register_forward_hook(share)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     # -- the shared vectors --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,10 @@ class Exchange:
 
     def write_parts(self, path: Path, parts: Sequence[Part]) -> None:
         """Write parts of tensors into a file of machine 0's."""
+        errors: list[Exception] = []
         if self._machines.is_here(0):
-            tensors.write_parts(path, parts)
-        self._wait()
+            with _kept(errors):
+                tensors.write_parts(path, parts)
         for rank in range(self._machines.firsts[1], self._machines.size):
             if self._rank == rank:
                 for each in _portions(parts):
@@ -68,13 +70,16 @@ class Exchange:
                 while names := self._receive(rank):
                     data, portion = _room(names)
                     dist.recv(data, rank, group=self._all)
-                    tensors.write_parts(path, portion)
-        self._wait()
+                    with _kept(errors):
+                        tensors.write_parts(path, portion)
+        _raise(errors)
 
     def read_parts(self, path: Path, parts: Sequence[Part]) -> None:
         """Read what `write_parts` writes."""
+        errors: list[Exception] = []
         if self._machines.is_here(0):
-            tensors.read_parts(path, parts)
+            with _kept(errors):
+                tensors.read_parts(path, parts)
         for rank in range(self._machines.firsts[1], self._machines.size):
             if self._rank == rank:
                 for each in _portions(parts):
@@ -87,9 +92,10 @@ class Exchange:
             elif self._rank == 0:
                 while names := self._receive(rank):
                     data, portion = _room(names)
-                    tensors.read_parts(path, portion)
+                    with _kept(errors):
+                        tensors.read_parts(path, portion)
                     dist.send(data, rank, group=self._all)
-        self._wait()
+        _raise(errors)
 
     def _wait(self) -> None:
         dist.all_reduce(torch.zeros(1), group=self._all)
@@ -106,6 +112,20 @@ class Exchange:
         dist.recv(text, rank, group=self._all)
         names: list[Any] = json.loads(text.numpy().tobytes())
         return names
+
+
+@contextmanager
+def _kept(errors: list[Exception]) -> Iterator[None]:
+    """Keep what fails until the exchange is over: its other ranks wait for this one's part in it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        errors.append(error)
+
+
+def _raise(errors: Sequence[Exception]) -> None:
+    if errors:
+        raise errors[0]
 
 
 def _portions(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -135,6 +155,6 @@ def _bytes(portion: Sequence[Part]) -> Vector:
 
 def _room(names: Sequence[Any]) -> tuple[Vector, list[Part]]:
     """A vector for these parts, and the parts in it."""
-    data = torch.empty(sum(length for *_, length in names), dtype=torch.float32)
+    data = torch.zeros(sum(length for *_, length in names), dtype=torch.float32)
     cut = torch.split(data, [length for *_, length in names])
     return data, [(name, tuple(shape), at, piece) for (name, shape, at, _), piece in zip(names, cut, strict=True)]

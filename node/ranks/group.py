@@ -8,10 +8,13 @@ would time out.
 gloo and NCCL authenticate nobody: the ranks meet in a file that only they can open, and both listen on the loopback
 interface only. That of a peer on several machines is in `cluster.py`: the first rank of each of the others passes on
 the commands that come from rank 0, and the words of its machine's ranks.
+
+An error that all ranks know of (`RankGroup.together`) leaves them in step: they reject the command. Another ends them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -21,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -35,8 +38,10 @@ from node.runtime import reaper
 from node.runtime.cgroup import stand_back
 from node.runtime.fork_server import reseed_numpy, set_command_line
 from node.runtime.notes import be_quiet
+from node.tasks.name import TaskError
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.shared import Shared
+from node.training.worker import MAX_LINE_BYTES, CommandRejected, WorkerBroken
 from protocols.base import Vector
 
 _LAUNCHER = (
@@ -46,6 +51,8 @@ _LAUNCHER = (
 """Variables of a launcher such as torchrun, under which the user may have started the peer."""
 COLLECTIVE_SECONDS = 24 * 3600.0
 """A collective has no timeout of its own: the peer's watchdog ends a worker without progress."""
+AGREE_SECONDS = 10.0
+"""Within this time the other ranks fail in a computation, too, if the error is one of all."""
 LAST_WORDS_SECONDS = 1.0
 """Time for the line of a rank that fails to reach rank 0, whose collective fails at the same moment."""
 _SETTLE_SECONDS, _SETTLE_FAR_SECONDS = 0.1, 0.6
@@ -54,7 +61,6 @@ _DEATH_SECONDS = 0.2
 """After rank 0's death the kernel kills a rank within this time, which then reports no failure of its own."""
 _CONSEQUENCES = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
 """Of errors of a collective, which fails because another rank has."""
-MAX_LINE_BYTES = 1 << 20
 
 
 class RankGroup:
@@ -68,6 +74,7 @@ class RankGroup:
         self.has_begun = False  # to train: until then, what a user gave may be refused
         self._links: list[socket.socket] = []
         self._pids: list[int] = []
+        self._reported = set[str]()  # as for `report`
 
     @classmethod
     def fork(cls, machines: Machines, memory: int, run: Callable[[RankGroup, BinaryIO], None]) -> RankGroup:
@@ -157,6 +164,48 @@ class RankGroup:
     def pass_on(self, line: bytes) -> None:
         for link in self._links:
             link.sendall(line)
+
+    def everywhere(self, command: Callable[..., Any], do: str, **fields: Any) -> Any:
+        """Have all ranks do this. Rank 0 calls it, does the same by `command`, and returns its result."""
+        try:
+            self.tell_all(do, **fields)
+            return command(**fields)
+        except Exception as error:
+            if isinstance(error, CommandRejected):  # by all ranks
+                raise
+            self.hear_last_words()
+            raise WorkerBroken from error
+
+    @contextmanager
+    def together(self, what: str = "", computes: bool = False) -> Iterator[None]:
+        """If a rank cannot read, write or use what it was given, all reject the command. All ranks call it together.
+
+        `computes`: together with the others, which wait for a rank that fails alone. So that ends them all.
+        """
+        error: OSError | ValueError | None = None
+        try:
+            yield
+        except (OSError, ValueError) as found:
+            error = found
+        code = 0 if error is None else getattr(error, "errno", None) or errno.EINVAL
+        codes = torch.tensor([code if rank == self.rank else 0 for rank in range(self.size)])
+        agreed = dist.all_reduce(codes, async_op=True)
+        try:
+            agreed.wait(timedelta(seconds=AGREE_SECONDS if error and computes else COLLECTIVE_SECONDS))
+        except RuntimeError:
+            if error is None:
+                raise
+            raise RuntimeError(f"on this rank alone: {first_line(error)}") from error
+        for rank, code in enumerate(codes.tolist()):
+            if code:
+                why = self._told(error) if error else f"{_name(rank, self.size)}: {os.strerror(code)}"
+                raise CommandRejected(f"{what}{why}") from error
+
+    def _told(self, error: OSError | ValueError) -> str:
+        """In one line; rank 0 writes the traceback of a user's code."""
+        if isinstance(error, TaskError) and not self.rank:
+            return report(error, self._reported)
+        return getattr(error, "strerror", None) or first_line(error)
 
     def watch(self, fail: Callable[[str, str], None]) -> None:
         """From now on, tell it by `fail` if a rank ends, and end this process with it.
@@ -298,16 +347,11 @@ def _close_others(kept: set[int]) -> None:
                 continue
 
 
-def carry_out(
-    group: RankGroup, lines: BinaryIO, command: Callable[[str], Callable[..., Any]], harmless: frozenset[str]
-) -> None:
-    """A rank's loop, until rank 0 closes its socket. `ValueError`s of harmless commands are rank 0's to tell."""
+def carry_out(group: RankGroup, lines: BinaryIO, command: Callable[[str], Callable[..., Any]]) -> None:
+    """A rank's loop, until rank 0 closes its socket. Rank 0 tells why a command is rejected."""
     while line := lines.readline(MAX_LINE_BYTES):
         group.pass_on(line)
         fields = json.loads(line)
         do = fields.pop("do")
-        try:
+        with suppress(CommandRejected):
             command(do)(**fields)
-        except ValueError:
-            if do not in harmless:
-                raise

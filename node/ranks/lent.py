@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from node.ranks.cluster import Machines, send
-from node.ranks.group import MAX_LINE_BYTES, RankGroup, run_to_end
+from node.ranks.group import RankGroup, run_to_end
 from node.ranks.worker import be_rank, with_windows
 from node.runtime.notes import be_quiet
 from node.tasks.hf.settings import HfValues
 from node.tasks.spec import OwnValues, WorkerSpec
 from node.training import shared
 from node.training.failure import write_where_it_stands
+from node.training.worker import MAX_LINE_BYTES
 
 REFUSED, OVER = 3, 4
 """Exit codes: this machine cannot take part; the peer has ended."""

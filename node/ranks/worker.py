@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from node.training.build import Job, MakeLearner, build, device_of
 from node.training.inner_optimizer import LOSS_SCALE, moment_entries
 from node.training.shared import Shared
 from node.training.trainer import LocalTraining
-from node.training.worker import STATE_ABOUT, CommandRejected, Worker
+from node.training.worker import STATE_ABOUT, CommandRejected, Worker, WorkerBroken
 from protocols.base import Layout, Vector
 
 if TYPE_CHECKING:
@@ -151,9 +151,18 @@ class Rank:
         if kept := self.learner.kept.names:
             note(f"{listed(kept)}: each rank has its own during a round, and then all have the first rank's")
 
+    def evaluate(self) -> float:
+        with self._computing("evaluate failed: "):
+            return self.learner.evaluate()
+
     def generate(self, prompt: str, tokens: int, temperature: float, seed: int) -> bytes:
         assert self.job.generate
-        return self.job.generate(base64.b64decode(prompt), tokens, temperature, seed)
+        with self._computing(), self.learner.as_first():
+            return self.job.generate(base64.b64decode(prompt), tokens, temperature, seed)
+
+    def _computing(self, what: str = "") -> AbstractContextManager[None]:
+        """All ranks do it, or rank 0 alone."""
+        return self._group.together(what, computes=True) if self.learner.needs_all else nullcontext()
 
     def count_moments(self) -> float:
         """Of all ranks: one that trains no part of a small model has none."""
@@ -161,20 +170,14 @@ class Rank:
 
     def write_moments(self, path: str) -> None:
         parts = [each.part for each in self.learner.placed_moments()]
-        if self._group.far:
-            self._group.far.write_parts(Path(path), parts)
-            return
-        tensors.write_parts(Path(path), parts)
-        self._group.total(0.0)  # all parts are written
+        with self._group.together("the inner state cannot be written: "):
+            (self._group.far or tensors).write_parts(Path(path), parts)
 
     def read_moments(self, path: str, scale: bool) -> None:
         """`scale`: the file holds that of the loss, as one of training in float16 does."""
         parts = [each.part for each in self.learner.placed_moments(make=True) if scale or each.name != LOSS_SCALE]
-        if self._group.far:
-            self._group.far.read_parts(Path(path), parts)
-            return
-        tensors.read_parts(Path(path), parts)
-        self._group.total(0.0)
+        with self._group.together("the inner state cannot be read: "):
+            (self._group.far or tensors).read_parts(Path(path), parts)
 
 
 class GroupLearner:
@@ -199,8 +202,7 @@ class GroupLearner:
 
     def everywhere(self, do: str, **fields: Any) -> Any:
         """Have all ranks do this; returns rank 0's result."""
-        self.group.tell_all(do, **fields)
-        return self.own.command(do)(**fields)
+        return self.group.everywhere(self.own.command(do), do, **fields)
 
     def step(self, round_number: int, step: int) -> Step:
         found: Step = self.everywhere("step_at", position=self.position, round_number=round_number, step=step)
@@ -213,7 +215,7 @@ class GroupLearner:
         return not self.own.waits or bool(self.everywhere("ready", position=self.position))
 
     def evaluate(self) -> float:
-        loss: float = self.everywhere("evaluate") if self.own.learner.needs_all else self.own.learner.evaluate()
+        loss: float = self.everywhere("evaluate") if self.own.learner.needs_all else self.own.evaluate()
         return loss
 
     def generate(self, prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
@@ -238,8 +240,10 @@ class GroupTraining(LocalTraining):
         self.learner.everywhere("enter_outer")
         try:
             yield
-        finally:
+        except Exception:  # not `WorkerBroken`, after which there is nothing to restore
             self.learner.everywhere("leave_outer")
+            raise
+        self.learner.everywhere("leave_outer")
 
     def _norm(self) -> float:
         if self.learner.is_shared:
@@ -260,6 +264,8 @@ class RankedWorker(Worker):
         group.watch(tell)
         try:
             return cls._begun(spec, group, resume, tell)
+        except (WorkerBroken, CommandRejected) as error:
+            raise error.__cause__ or ValueError(str(error)) from None
         except RuntimeError:  # perhaps of a collective, which another rank has left
             group.hear_last_words()
             raise
@@ -294,15 +300,6 @@ class RankedWorker(Worker):
 
     def _training_of(self, spec: WorkerSpec) -> LocalTraining:
         return GroupTraining(self._learner, spec.recipe.inner_steps, self._anchor)
-
-    def carry_out(self, do: str, *, carried: int | None = None, **fields: Any) -> Any:
-        try:
-            return super().carry_out(do, carried=carried, **fields)
-        except (CommandRejected, tensors.Unreadable):
-            raise
-        except Exception:
-            self._learner.group.hear_last_words()
-            raise
 
     def _take(self, carried: int) -> None:
         if not self._learner.is_shared:
@@ -346,7 +343,7 @@ def with_windows(spec: WorkerSpec) -> WorkerSpec:
 def be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO) -> None:
     """Any rank but rank 0."""
     rank = Rank(spec, group)
-    carry_out(group, lines, rank.command, harmless=frozenset({"evaluate", "generate"}))
+    carry_out(group, lines, rank.command)
 
 
 def build_like(make: Callable[[WorkerSpec], Job], spec: WorkerSpec, of_first: dict[str, Any]) -> Job:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from node.ranks.steps import KeptTensors, RankSteps, take_from_first
 from node.tasks.base import Task
 from node.tasks.extra import find
 from node.tasks.flat import FlatParameters, View
+from node.tasks.name import TaskError
 from node.tasks.recipe import Recipe
 from node.tasks.user_task import OwnTask
 from node.training.inner_optimizer import FlatOptimizer, InnerOptimizer, matrices
@@ -39,6 +41,7 @@ class ZeroLearner(RankSteps, TaskLearner):
     """
 
     needs_all = False  # whether all ranks have to evaluate together
+    as_first = staticmethod(nullcontext)
 
     def __init__(
         self,
@@ -142,6 +145,11 @@ class ZeroLearner(RankSteps, TaskLearner):
         if self._group.rank == 0 or not self.is_shared:
             self._extra.store()
 
+    def _after_loss(self, is_first: bool) -> None:
+        super()._after_loss(is_first)
+        if not self._keeps_gradients:
+            self._buckets.begin()
+
     # -- the vectors of a device, apart from the shared ones -----------------------------------------------------------
 
     def take(self) -> None:
@@ -212,6 +220,12 @@ class _HostOptimizer(_PartOptimizer):
         return taken
 
 
+_IN_PARTS = (
+    "gets its gradient in several parts in one backward pass (reentrant checkpointing?), the later ones after zero2 "
+    "has summed it over the ranks: --shard zero1"
+)
+
+
 class GradientBuckets:
     """Sums gradients during the backward pass, from the end of the vector on, and frees them.
 
@@ -225,19 +239,28 @@ class GradientBuckets:
         self._of = {id(view): number for number, bucket in enumerate(self._buckets) for view, _ in bucket}
         self._buffers: dict[int, Vector] = {}
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._next = 0
+        self._next, self._is_open = 0, False
         for number, bucket in enumerate(self._buckets):
             for view, at in bucket:
                 view.parameter.register_post_accumulate_grad_hook(self._hook(number, view, at))  # type: ignore[no-untyped-call]
 
+    def begin(self) -> None:
+        """Take the gradients of the next backward pass. Those of others, as loss() may have, do not count."""
+        self._is_open = True
+
     def finish(self) -> None:
-        """After a backward pass: parameters without a gradient count as zero."""
+        """After that backward pass: parameters without a gradient count as zero."""
+        self._is_open = False
         while self._next < len(self._buckets):
             self._sum(self._next)
         self._next, self._missing = 0, [len(bucket) for bucket in self._buckets]
 
     def _hook(self, number: int, view: View, at: int) -> Any:
         def take(parameter: torch.Tensor) -> None:
+            if not self._is_open:
+                return
+            if number < self._next:
+                raise TaskError(f"parameter {view.name} {_IN_PARTS}")
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             low = at - self._buckets[number][0][1]

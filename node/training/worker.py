@@ -13,8 +13,9 @@ The socket carries lines of JSON: one command at a time, each answered by `done`
     do: save, path                                      -> done: size in bytes of the optimiser's state file
     do: load, path or null, position, threads           -> done: null; threads: to start with, 0: not known
 
-The worker answers an exception in a command that only reads by `refused`, and continues. Any other ends it: it writes
-the traceback to stderr, sends `failed` with one line, and exits. On SIGUSR1 it writes where it stands to stderr.
+The worker answers an exception in a command that only reads by `refused`, and continues. Any other ends it, and so
+does one that leaves its processes out of step (`WorkerBroken`): it writes the traceback to stderr, sends `failed` with
+one line, and exits. On SIGUSR1 it writes where it stands to stderr.
 
 `carried` in a command means that the peer has written the shared vectors, and that they hold work worth this many
 tokens. The worker reads no line between two steps: `Shared.attention` ends a `train` command. The process ends when the
@@ -62,6 +63,13 @@ _CONFINE_SECONDS = 20.0
 
 class CommandRejected(Exception):
     """The command cannot be carried out and has changed nothing. The message is one line."""
+
+
+class WorkerBroken(BaseException):
+    """The processes of this worker are no longer in step, so that it cannot continue after any command.
+
+    Its cause is the error.
+    """
 
 
 class Worker:
@@ -260,7 +268,7 @@ def _attempt(worker: Worker, command: dict[str, Any], told: set[str]) -> tuple[s
     except BaseException as error:  # noqa: BLE001 - a worker's boundary, as in `serve`
         if name in READ_ONLY and isinstance(error, Exception):
             return "refused", f"{name} failed: {report(error, told)}"
-        return "failed", report(error, told)
+        return "failed", report(error.__cause__ or error if isinstance(error, WorkerBroken) else error, told)
 
 
 def main(arguments: list[str], kind: type[Worker] = Worker) -> int:

@@ -1,4 +1,7 @@
-"""A user's own task, for ranks: BatchNorm, batches without targets, rows that cannot be divided; it fails as asked."""
+"""A user's own task, for ranks: BatchNorm, batches without targets, rows that cannot be divided; it fails as asked.
+
+`plain`: without BatchNorm, so that zero3 trains it. `evaluates`: the ranks that can.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -15,13 +19,22 @@ from node.tasks.base import TaskContext
 
 
 class Shapes:
-    def __init__(self, context: TaskContext, fails_at: int = -1, hangs_at: int = -1, writes: str = "") -> None:
+    def __init__(
+        self,
+        context: TaskContext,
+        fails_at: int = -1,
+        hangs_at: int = -1,
+        writes: str = "",
+        plain: int = 0,
+        evaluates: str = "012",
+    ) -> None:
         self.fails_at, self.hangs_at, self.writes, self.device = fails_at, hangs_at, writes, context.device
+        self.evaluates = evaluates
         if writes:
             Path(writes, f"{os.getpid()}-drawn").write_text(str(numpy.random.random()))
         torch.manual_seed(context.seed)
-        layers = (nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-        self.module = nn.Sequential(*layers)
+        norm = nn.Identity() if plain else nn.BatchNorm1d(16)
+        self.module = nn.Sequential(nn.Linear(8, 16, bias=False), norm, nn.ReLU(), nn.Linear(16, 3))
         self.module.register_buffer("latest", torch.zeros(8, dtype=torch.float64))  # too precise to be averaged
         self.module.to(context.device)
 
@@ -47,5 +60,7 @@ class Shapes:
         return functional.cross_entropy(self.module(inputs.to(self.device)), labels.to(self.device))
 
     def evaluate(self) -> float:
+        if dist.is_initialized() and str(dist.get_rank()) not in self.evaluates:
+            raise LookupError("no held-out data")
         with torch.no_grad():
             return float(self.loss(*self.batch(10**6, 0)))

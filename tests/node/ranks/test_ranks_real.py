@@ -89,8 +89,8 @@ def grouped(spec: WorkerSpec, division: str) -> WorkerSpec:
 
 
 def spec_of(task: str, models: Callable[[str], Path]) -> WorkerSpec:
-    if task == "own":
-        return own()
+    if task.startswith("own"):
+        return own(plain=int(task == "own plain"))
     kind, _, train = task.partition(" ")
     if not train:
         return gpt(inner_optimizer=kind.removeprefix("gpt-"))
@@ -167,6 +167,7 @@ SHORT = [("gpt-adamw", "zero1 x2", "shared"), ("own", "zero2 x3", "apart")]
 ALL = [
     *((task, *how) for task, how in product(TASKS, ANY)),
     *product([each for each in TASKS if each != "own"], ("zero3 x2", "zero3 x3"), ("apart",)),
+    *product(("own plain",), ("zero3 x2", "zero3 x4"), ("apart",)),  # batches without targets
     *product(("gpt-adamw", "qwen3 full", "llama full"), ("tensor parallel x2", "tensor parallel x4"), ("apart",)),
     *product(("gpt-adamw", "gpt-muon"), ("zero1 x1", "zero1 x2", "zero2 x3", "zero3 x2"), ("optimizer on the host",)),
 ]
@@ -219,7 +220,7 @@ async def test_ranks_compute_what_one_process_does(
             for each in (one, group):
                 await each.write(begun)
             assert await group.evaluate() == pytest.approx(await one.evaluate(), rel=1e-6)
-            if task != "own":
+            if not task.startswith("own"):
                 assert await group.generate(b"1. Ann", 4) == await one.generate(b"1. Ann", 4)
             assert group.restarts == one.restarts == 0
 
@@ -297,6 +298,42 @@ async def test_killed_rank_is_replaced_with_all(
         assert (await training.end()).tokens > 0 and trainer.restarts == 1
         others = ranks_of(trainer)
     await gone(others)
+
+
+@pytest.mark.parametrize("group", ["zero1 x3", *long("zero2 x3", "zero3 x3")])
+async def test_state_that_one_rank_cannot_write_costs_no_training(
+    group: str, compute: ThreadCompute, tmp_path: Path
+) -> None:
+    async with RemoteTrainer(grouped(gpt(), group), compute) as trainer:
+        await round_of(trainer, 0)
+        assert await trainer.save(tmp_path / "state")
+        rank, local = ranks_of(trainer)[2], await vector(trainer)
+        usual = rank.rlimit(psutil.RLIMIT_NOFILE)
+        rank.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
+        with pytest.raises(WorkerError, match=r"cannot be written: rank 2 of 3: Too many open files"):
+            await trainer.save(tmp_path / "other")
+        with pytest.raises(WorkerError, match=r"cannot be read: rank 2 of 3: Too many open files"):
+            await trainer.load(tmp_path / "state", trainer.position)
+        rank.rlimit(psutil.RLIMIT_NOFILE, usual)
+        assert torch.equal(await vector(trainer), local) and await trainer.save(tmp_path / "other")
+        assert (tmp_path / "other").read_bytes() == (tmp_path / "state").read_bytes()
+        assert (await round_of(trainer, 1)).complete and trainer.restarts == 0
+
+
+@pytest.mark.parametrize("able, restarts", long(("", 0), ("1", 1), ("01", 1)))
+async def test_evaluation_that_fails_on_all_ranks_costs_no_training(
+    able: str, restarts: int, compute: ThreadCompute
+) -> None:
+    """One that fails on some of them, while the others compute, ends the worker: these wait for it."""
+    async with RemoteTrainer(grouped(own(plain=1, evaluates=able), "zero3 x3"), compute) as trainer:
+        training = Training(trainer, surplus=True)
+        await training.until_tokens(100)
+        with pytest.raises(WorkerError, match=r"task .*: evaluate.*: LookupError: no held-out data"):
+            await trainer.evaluate()
+        assert (trainer.restarts > 0) == restarts
+        heard = len(training.progress)
+        await until(lambda: training.progress[heard:])
+        assert (await training.end()).tokens
 
 
 def oom_score(of: psutil.Process) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from torch import nn
 from node.ranks.division import cuts
 from node.ranks.zero import GradientBuckets
 from node.tasks.flat import View
+from node.tasks.name import TaskError
 
 
 @dataclass
@@ -33,7 +35,10 @@ class Sum:
     ranks=st.integers(1, 3),
 )
 def test_buckets_cover_the_vector_from_its_end(tensors: list[tuple[int, bool]], bucket: int, ranks: int) -> None:
-    """Also with tensors that a backward pass does not reach; and the next pass adds to what is there."""
+    """Also with tensors that a backward pass does not reach; and the next pass adds to what is there.
+
+    A backward pass before it, of a loss() whose zero_grad() follows, does not count.
+    """
     total = sum(size for size, _ in tensors)
     weights = (torch.arange(total) + 1.0).split([size for size, _ in tensors])
     whole = torch.cat([each * used + 1 for each, (_, used) in zip(weights, tensors, strict=True)])
@@ -45,6 +50,11 @@ def test_buckets_cover_the_vector_from_its_end(tensors: list[tuple[int, bool]], 
         buckets = GradientBuckets(views, add, rank, into)  # type: ignore[arg-type]
         for passes in (1, 2):
             add.places.clear()
+            sum(each.sum() for each in parameters).backward()  # type: ignore[union-attr]
+            assert not add.places and all(each.grad is not None for each in parameters)
+            for each in parameters:
+                each.grad = None
+            buckets.begin()
             for parameter, weight, (_, used) in zip(parameters, weights, tensors, strict=True):
                 if used:
                     (parameter * weight).sum().backward()  # type: ignore[no-untyped-call]
@@ -54,3 +64,13 @@ def test_buckets_cover_the_vector_from_its_end(tensors: list[tuple[int, bool]], 
             assert all(high - low >= bucket for low, high in add.places[:-1])
             assert torch.equal(into, passes * whole[bounds[rank] : bounds[rank + 1]])
             assert all(each.grad is None for each in parameters)
+
+
+def test_gradient_that_comes_too_late_is_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    views = [View("scale", parameter, parameter.detach(), None, False)]
+    buckets = GradientBuckets(views, Sum([0, 3], 3), 0, torch.zeros(3))  # type: ignore[arg-type]
+    buckets.begin()
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(TaskError, match="parameter scale gets its gradient in several parts"):
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
