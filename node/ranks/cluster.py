@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
@@ -57,7 +57,7 @@ class Machines:
     interface: str = ""
     names: tuple[str, ...] = ()  # of the machines, as machine 0 knows them
     links: Sequence[socket.socket] = ()  # of machine 0 to the others
-    listener: socket.socket | None = field(default=None)  # machine 0's, for the store
+    listener: socket.socket | None = None  # machine 0's, for the store
 
     @property
     def first(self) -> int:

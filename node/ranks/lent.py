@@ -55,7 +55,8 @@ def _serve(link: socket.socket, own: dict[str, Any]) -> int:
     machines = Machines.joined(value["machines"], link)
     torch.set_num_threads(spec.threads)
     be_quiet()
-    group = RankGroup.fork(machines, shared.create(), partial(be_rank, spec))
+    run = partial(be_rank, spec, own_data=bool(own["data"]))
+    group = RankGroup.fork(machines, shared.create(), run)
 
     def fail(word: str, why: str) -> None:
         send(link, {word: why})
@@ -63,7 +64,7 @@ def _serve(link: socket.socket, own: dict[str, Any]) -> int:
     if group.machines.here > 1:
         group.watch(fail)
     threading.Thread(target=_end_with, args=(link,), name="machine 0", daemon=True).start()
-    return run_to_end(group, link, partial(be_rank, spec))
+    return run_to_end(group, link, run)
 
 
 def _line(link: socket.socket) -> bytes:
@@ -85,7 +86,7 @@ def _end_with(link: socket.socket) -> None:
 def spec_here(spec: WorkerSpec, own: dict[str, Any]) -> WorkerSpec:
     """Machine 0's specification with this machine's own devices and paths, where it has them."""
     devices = tuple(own["devices"])
-    values, data = spec.values, Path(own["data"]) if own["data"] else None
+    values, data = spec.values, Path(own["data"]) if own["data"] else spec.data
     if isinstance(values, HfValues):
         machine = values.machine
         machine = replace(machine, model=own["model"] or machine.model, template=own["template"] or machine.template)
@@ -96,8 +97,7 @@ def spec_here(spec: WorkerSpec, own: dict[str, Any]) -> WorkerSpec:
         values=values,
         devices=devices,
         device=devices[0],
-        data=data or spec.data,
-        held_out=spec.held_out or data,
+        data=data,
         record=None,
         windows=None,
         threads=max(1, usable // len(devices)),

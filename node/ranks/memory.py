@@ -72,7 +72,7 @@ def rank_bytes(
         return RankBytes(kept, gradient, has, kept * part, copies, on_host, aside / ranks if is_shared else aside)
     part = (1 - whole) / ranks + whole
     if offload == "parameters":
-        return RankBytes(anchor=0.0, host=(12 + moments) * part, outer=0.0)
+        return RankBytes(host=(12 + moments) * part)
     on_host = (moments + 8) * part if offload else 0.0
     return RankBytes(4 * part, 4 * part, 0.0 if offload else moments * part, 4 * part, 0.0, on_host, 4 * part)
 

@@ -52,8 +52,8 @@ RankLearner: TypeAlias = "ZeroLearner | ShardedLearner"
 class Rank:
     """What one rank does: its methods and its learner's are the commands of the group."""
 
-    def __init__(self, spec: WorkerSpec, group: RankGroup) -> None:
-        self._spec, self._group = spec, group
+    def __init__(self, spec: WorkerSpec, group: RankGroup, own_data: bool = False) -> None:
+        self._spec, self._group, self._own_data = spec, group, own_data
         self._device = spec.devices[group.rank - group.machines.first]
         group.meet(device_of(self._device))
         self._make: MakeLearner = self._choose
@@ -103,7 +103,10 @@ class Rank:
         spec, is_first = replace(self._spec, device=self._device), not self._group.rank
         on_cpu = is_first or self.shard == "zero3"  # rank 0 does not know yet how the model is divided
         make = partial(build, allocate=self._group.allocate, resume=resume, make=self._make, on_cpu=on_cpu)
-        self.job = build_like(make, spec, of_first) if of_first and self._group.machines.number else make(spec)
+        if of_first and self._group.machines.number:
+            self.job = build_like(make, spec, of_first, self._own_data)
+        else:
+            self.job = make(spec)
         self.learner: RankLearner = self.job.learner  # type: ignore[assignment]
 
     def build_in_turn(self, at_once: int, of_first: dict[str, Any] | None) -> None:
@@ -340,22 +343,19 @@ def with_windows(spec: WorkerSpec) -> WorkerSpec:
     return spec
 
 
-def be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO) -> None:
+def be_rank(spec: WorkerSpec, group: RankGroup, lines: BinaryIO, own_data: bool = False) -> None:
     """Any rank but rank 0."""
-    rank = Rank(spec, group)
+    rank = Rank(spec, group, own_data)
     carry_out(group, lines, rank.command)
 
 
-def build_like(make: Callable[[WorkerSpec], Job], spec: WorkerSpec, of_first: dict[str, Any]) -> Job:
-    """Build the job on another machine than the peer's; ValueError if its model or its data are other ones.
-
-    `spec.held_out` is the run's sample, or anything if this machine has data of its own.
-    """
+def build_like(make: Callable[[WorkerSpec], Job], spec: WorkerSpec, of_first: dict[str, Any], own_data: bool) -> Job:
+    """Build the job on another machine than the peer's; ValueError if its model or its data are other ones."""
     sample = base64.b64decode(of_first["sample"])
     with tempfile.NamedTemporaryFile() as file:
         file.write(sample)
         file.flush()
-        own = spec.held_out is not None
+        own = own_data or spec.held_out is not None  # else the sample is of its data
         if own and not sample:
             raise ValueError("there is no held-out sample for a machine with data of its own: leave out its --data")
         job = make(replace(spec, held_out=Path(file.name) if own else None))

@@ -22,14 +22,14 @@ def keep_vectors_of_ranks_apart() -> None:
     ranked.Rank.generate = generate
 
 
-def generate(rank: ranked.Rank, *given: Any) -> bytes:
+def generate(rank: ranked.Rank, **given: Any) -> bytes:
     """As on a device that rounds otherwise, and more so: the model of all ranks but the first says something else."""
 
     def change(module: nn.Module, inputs: Any, found: Any) -> None:
         (found if isinstance(found, torch.Tensor) else found.logits).neg_()
 
     hook = rank.learner._task.module.register_forward_hook(change) if rank._group.rank else None
-    text = usual_generate(rank, *given)
+    text = usual_generate(rank, **given)
     if hook:
         hook.remove()
     return text

@@ -26,7 +26,7 @@ class Shapes:
         hangs_at: int = -1,
         writes: str = "",
         plain: int = 0,
-        evaluates: str = "012",
+        evaluates: str = "0123",
     ) -> None:
         self.fails_at, self.hangs_at, self.writes, self.device = fails_at, hangs_at, writes, context.device
         self.evaluates = evaluates

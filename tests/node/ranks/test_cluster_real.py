@@ -34,6 +34,7 @@ from tests.node.ranks.test_ranks_real import (
     gpt,
     round_of,
     vector,
+    without_files,
 )
 from tests.support.long import long
 from tests.support.paths import REPOSITORY
@@ -171,6 +172,12 @@ async def test_machines_compute_what_one_process_does(
                 assert found.of(await vector(group), lambda name: True) <= tolerance
                 begun = found.whole
                 await one.save(path)
+                if counts[0] > 1:
+                    with (
+                        without_files(psutil.Process(group.pid).children()[0]),
+                        pytest.raises(WorkerError, match=r"cannot be written: rank 1 of .: Too many open files"),
+                    ):
+                        await group.save(path.with_suffix(".group"))
                 await group.save(path.with_suffix(".group"))
                 assert path.stat().st_size == path.with_suffix(".group").stat().st_size
                 # each continues with the parameters and the optimiser's state of the other

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -300,6 +300,17 @@ async def test_killed_rank_is_replaced_with_all(
     await gone(others)
 
 
+@contextmanager
+def without_files(process: psutil.Process) -> Iterator[None]:
+    """It can open no file inside the context."""
+    usual = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_NOFILE, usual)
+
+
 @pytest.mark.parametrize("group", ["zero1 x3", *long("zero2 x3", "zero3 x3")])
 async def test_state_that_one_rank_cannot_write_costs_no_training(
     group: str, compute: ThreadCompute, tmp_path: Path
@@ -307,14 +318,12 @@ async def test_state_that_one_rank_cannot_write_costs_no_training(
     async with RemoteTrainer(grouped(gpt(), group), compute) as trainer:
         await round_of(trainer, 0)
         assert await trainer.save(tmp_path / "state")
-        rank, local = ranks_of(trainer)[2], await vector(trainer)
-        usual = rank.rlimit(psutil.RLIMIT_NOFILE)
-        rank.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
-        with pytest.raises(WorkerError, match=r"cannot be written: rank 2 of 3: Too many open files"):
-            await trainer.save(tmp_path / "other")
-        with pytest.raises(WorkerError, match=r"cannot be read: rank 2 of 3: Too many open files"):
-            await trainer.load(tmp_path / "state", trainer.position)
-        rank.rlimit(psutil.RLIMIT_NOFILE, usual)
+        local = await vector(trainer)
+        with without_files(ranks_of(trainer)[2]):
+            with pytest.raises(WorkerError, match=r"cannot be written: rank 2 of 3: Too many open files"):
+                await trainer.save(tmp_path / "other")
+            with pytest.raises(WorkerError, match=r"cannot be read: rank 2 of 3: Too many open files"):
+                await trainer.load(tmp_path / "state", trainer.position)
         assert torch.equal(await vector(trainer), local) and await trainer.save(tmp_path / "other")
         assert (tmp_path / "other").read_bytes() == (tmp_path / "state").read_bytes()
         assert (await round_of(trainer, 1)).complete and trainer.restarts == 0
@@ -332,7 +341,7 @@ async def test_evaluation_that_fails_on_all_ranks_costs_no_training(
             await trainer.evaluate()
         assert (trainer.restarts > 0) == restarts
         heard = len(training.progress)
-        await until(lambda: training.progress[heard:])
+        await until(lambda: training.progress[heard:] and training.progress[-1].tokens)
         assert (await training.end()).tokens
 
 
