@@ -108,7 +108,7 @@ def gather(spec: WorkerSpec) -> Machines:
     came: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
     began, told = time.monotonic(), False
     with listen(spec.rendezvous) as listener:
-        while missing := [number for number in range(1, spec.nodes) if number not in came]:
+        while missing := _missing(spec, came):
             waited = time.monotonic() - began
             if waited >= spec.meeting_seconds:
                 raise ClusterError(
@@ -121,9 +121,10 @@ def gather(spec: WorkerSpec) -> Machines:
                 note(f"{_listed(missing)} of {spec.nodes} has not come to {spec.rendezvous} yet: waiting for it")
             listener.settimeout(min(0.5, spec.meeting_seconds))
             with suppress(TimeoutError):
-                link = listener.accept()[0]
-                if hello := _greeted(link, spec, came):
-                    came[hello["node"]] = link, hello
+                link, address = listener.accept()
+                seconds = min(HELLO_SECONDS, spec.meeting_seconds - waited)
+                if hello := _greeted(link, address[0], spec, came, time.monotonic() + seconds):
+                    came[hello["node"]] = link, hello | {"address": address[0]}
         address = listener.getsockname()[0]
     store = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     devices = [spec.devices, *(came[number][1]["devices"] for number in range(1, spec.nodes))]
@@ -134,13 +135,21 @@ def gather(spec: WorkerSpec) -> Machines:
         shares=any(len({*each}) < len(each) for each in devices),
         store=(split(spec.rendezvous)[0], store.getsockname()[1]),
         interface=interface_of(address),
-        names=(spec.rendezvous, *(came[number][0].getpeername()[0] for number in range(1, spec.nodes))),
+        names=(spec.rendezvous, *(came[number][1]["address"] for number in range(1, spec.nodes))),
         links=[came[number][0] for number in range(1, spec.nodes)],
         listener=store,
     )
     for number, link in enumerate(machines.links, 1):
-        send(link, {"begin": {"machines": machines.message(number), "spec": spec.to_json()}})
+        with suppress(OSError):  # the group's failure detector says that the connection has ended
+            send(link, {"begin": {"machines": machines.message(number), "spec": spec.to_json()}})
     return machines
+
+
+def _missing(spec: WorkerSpec, came: dict[int, tuple[socket.socket, dict[str, Any]]]) -> list[int]:
+    """The machines that have not come, and those that have gone again."""
+    for number in [each for each, (link, _) in came.items() if _is_gone(link)]:
+        came.pop(number)[0].close()
+    return [number for number in range(1, spec.nodes) if number not in came]
 
 
 def say_over(rendezvous: str) -> None:
@@ -168,9 +177,9 @@ def listen(rendezvous: str) -> socket.socket:
             )
         return socket.create_server(address[:2], family=family)
     except OSError as error:
+        why = str(error.strerror or error).partition(" (while")[0]  # Python adds the address
         raise ClusterError(
-            f"machine 0 cannot listen at {rendezvous} ({error.strerror or error}): give an address of this machine and "
-            "a free port"
+            f"machine 0 cannot listen at {rendezvous} ({why}): give an address of this machine and a free port"
         ) from None
 
 
@@ -181,15 +190,14 @@ def _names_loopback(host: str) -> bool:
 
 
 def _greeted(
-    link: socket.socket, spec: WorkerSpec, came: Mapping[int, tuple[socket.socket, Any]]
+    link: socket.socket, address: str, spec: WorkerSpec, came: Mapping[int, tuple[socket.socket, Any]], end: float
 ) -> dict[str, Any] | None:
-    """What a machine says of itself; None if it is refused."""
-    keep_alive(link)
-    link.settimeout(HELLO_SECONDS)
+    """What a machine says of itself, until `end` of the monotonic clock; None if it is refused."""
     try:
-        hello = json.loads(link.makefile("rb").readline(MAX_HELLO_BYTES))
+        keep_alive(link)
+        hello = json.loads(_line(link, end))
         if why := _refusal(hello, spec, came):
-            note(f"machine {int(hello['node'])} ({link.getpeername()[0]}) is refused: {why}")
+            note(f"machine {int(hello['node'])} ({address}) is refused: {why}")
             send(link, {"refused": why})
         else:
             link.settimeout(None)
@@ -198,6 +206,16 @@ def _greeted(
         pass
     link.close()
     return None
+
+
+def _line(link: socket.socket, end: float) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < MAX_HELLO_BYTES and (left := end - time.monotonic()) > 0:
+        link.settimeout(left)
+        if not (more := link.recv(MAX_HELLO_BYTES)):
+            break
+        line += more
+    return bytes(line)
 
 
 def _refusal(hello: dict[str, Any], spec: WorkerSpec, came: Mapping[int, tuple[socket.socket, Any]]) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from node.ranks.division import Unit
 from node.ranks.group import RankGroup
 from node.tasks.base import Batch, Step, Task, count_targets
-from node.tasks.extra import find
+from node.tasks.extra import find, overwrite
 from node.tasks.user_task import OwnTask
 from node.training.task_learner import MicrobatchLoss, StepLearner
 
@@ -66,11 +66,12 @@ class KeptTensors:
 
 
 def take_from_first(tensor: torch.Tensor) -> None:
-    """All ranks call it together."""
-    held = tensor.detach().contiguous()
-    dist.broadcast(held, 0)
-    if not torch.equal(held, tensor):
-        tensor.detach().copy_(held)
+    """All ranks call it together. Bytes travel, because the backends do not know every dtype."""
+    tensor = tensor.detach()
+    held = tensor.contiguous()
+    dist.broadcast(held.view(-1).view(torch.uint8), 0)
+    if held.data_ptr() != tensor.data_ptr():
+        overwrite(tensor, held)
 
 
 def microbatches(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from node.tasks.extra import DTYPES, find
+from node.tasks.extra import DTYPES, find, overwrite
 
 MAX_SHARE = 2
 """Frozen parameters may change in training, as a mean teacher's do. They are looked at only if they are at most so many
@@ -43,7 +43,7 @@ class Bystanders:
         for name, value in copies.items():
             path, _, key = name.rpartition(".")
             part, tensor = self._module.get_submodule(path), self.tensors[name]
-            tensor.detach().copy_(value)
+            overwrite(tensor, value)
             if key in part._buffers:
                 part._buffers[key] = tensor
         self._versions = self._present_versions()

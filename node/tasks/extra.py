@@ -141,6 +141,15 @@ class ExtraTensors:
         return tensor.detach()
 
 
+@torch.no_grad()
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value into a tensor of its shape, also if `expand()` has made that: its repeated elements are one."""
+    for at, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[at] > 1:
+            tensor, value = tensor.narrow(at, 0, 1), value.narrow(at, 0, 1)
+    tensor.detach().copy_(value)
+
+
 def find(module: nn.Module, name: str) -> torch.Tensor | None:
     path, _, key = name.rpartition(".")
     try:
