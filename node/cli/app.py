@@ -223,7 +223,10 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
         )
     if config.own_loop and not {"task", "run"} & of_run.keys():
         of_run = {**of_run, "task": LOOP}
-    return replace(config, rounds=None), _load_run(of_run, config.rounds)
+    run = _load_run(of_run, config.rounds)
+    if config.own_loop and run.hf:
+        raise CommandError("a run of a model of Hugging Face is started by a peer that has it: leave out --own-loop")
+    return replace(config, rounds=None), run
 
 
 def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:

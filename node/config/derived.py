@@ -24,11 +24,6 @@ from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER
 
 KEEP_ROUNDS = 4
-_OF_WORKERS = (
-    *("device", "devices", "ranks", "nodes", "shard", "tensor_parallel", "offload", "threads", "nice", "precision"),
-    *("data", "model", "checkpointing", "compile"),
-)
-"""Settings of a worker, which with `own_loop` is the user's script."""
 """Rounds whose reduced parts stay in memory for members that missed them. A member further behind uses state sync."""
 
 
@@ -46,7 +41,8 @@ def worker_spec(
     ConfigError if the task needs a model, and this machine's configuration names none.
     """
     if mine.own_loop:
-        _check_own_loop(run, mine)
+        if run.stages > 1:
+            raise ConfigError("a run with stages is not for own loops: leave out --own-loop", "own_loop")
         return WorkerSpec(LoopValues(), run.recipe, seed, timeout_seconds=mine.worker_timeout_seconds)
     if run.task == LOOP:
         raise ConfigError("each peer of this run trains by a script of its own: see docs/own-loop.md", "own_loop")
@@ -75,14 +71,6 @@ def worker_spec(
         stage=stage,
         timeout_seconds=mine.worker_timeout_seconds,
     )
-
-
-def _check_own_loop(run: RunConfig, mine: PeerConfig) -> None:
-    for key in _OF_WORKERS:
-        if (origin := mine.origins[key]) != "default":
-            raise ConfigError(f"{origin}: with --own-loop the script decides that: leave it out", key)
-    if run.stages > 1:
-        raise ConfigError("a run with stages is not for own loops: leave out --own-loop", "own_loop")
 
 
 def training_devices(run: RunConfig, mine: PeerConfig) -> tuple[str, ...]:

@@ -27,6 +27,12 @@ _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS
 """Variables of Node.js, Kubernetes, Jenkins and torch's launchers."""
 _PEER = TypeAdapter(PeerConfig)
 
+_OF_WORKERS = (
+    *("device", "devices", "ranks", "nodes", "shard", "tensor_parallel", "offload", "threads", "nice", "precision"),
+    *("data", "model", "checkpointing", "compile"),
+)
+"""Settings of a worker, which with `own_loop` is the user's script."""
+
 
 def load_peer(options: Mapping[str, object], environment: Mapping[str, str], file: Path | None) -> PeerConfig:
     """Load this machine's settings, with the source of each value, but without those that `set` has saved.
@@ -56,6 +62,8 @@ def load_peer(options: Mapping[str, object], environment: Mapping[str, str], fil
         raise ConfigError(f"{origins['announce']}: {what}: also give --listen /ip4/0.0.0.0/tcp/{port}", "announce")
     if origins["page_port"].startswith("flag ") and not config.page:
         raise ConfigError(f"{origins['page_port']}: no page is served: also give --page, or leave it out", "page_port")
+    if config.own_loop and (key := next((each for each in _OF_WORKERS if origins[each].startswith("flag ")), "")):
+        raise ConfigError(f"{origins[key]}: with --own-loop the script decides that: leave it out", key)
     names = config.devices
     if names and config.ranks not in (None, len(names)):
         raise ConfigError(

@@ -41,7 +41,8 @@ class Link:
             sock.connect(place["socket"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             sock.close()
-            raise LinkLost(f"no peer with --own-loop runs in {state_dir}") from error
+            begin = f"start one by `python -m node join --own-loop --state-dir {state_dir}`"
+            raise LinkLost(f"no peer with --own-loop runs in {state_dir}: {begin}") from error
         return cls(sock)
 
     def receive(self, seconds: float) -> dict[str, Any] | None:

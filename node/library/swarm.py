@@ -95,6 +95,7 @@ class Swarm:
         self._ranks_know: tuple[State, int] | None = None
         self._report_of_round: dict[str, Any] = {}  # with several ranks
         self._link: Link | None = None
+        self._problem = ""  # why there is none
         self._child: ChildPeer | None = None
         self._starts, self._next_try, self._next_report = 0, 0.0, 0.0
         self._round, self._leaving = -1, False
@@ -201,7 +202,8 @@ class Swarm:
         while self._state not in (State.TRAINING, State.OVER):
             if time.monotonic() >= deadline:
                 what = "found no run" if self._state is State.LOST else "got no state of the run"
-                raise SwarmError(f"the peer {what} within {seconds:g} s: see its lines{self._where()}, or wait longer")
+                why = self._problem or f"the peer {what}: see its lines{self._where()}, or wait longer"
+                raise SwarmError(f"not in a run after {seconds:g} s: {why}")
             self._advance(time.monotonic() + _LOOK_SECONDS)
         if self._optimizer is not None and getattr(self._optimizer, "state", None):
             self._say("the optimizer's moments are of other parameters than those of the swarm, which were loaded")
@@ -382,7 +384,10 @@ class Swarm:
                 if self._link and (message := self._link.receive(min(_LOOK_SECONDS * 4, max(0.0, left)))):
                     self._carry_out(self._link, message)
                     continue
-            except LinkLost:
+                if self._link:
+                    self._problem = ""
+            except LinkLost as error:
+                self._problem = str(error)
                 self._drop()
             if time.monotonic() >= deadline:
                 return
