@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -23,7 +24,9 @@ def keep_vectors_of_ranks_apart() -> None:
 
 
 def generate(rank: ranked.Rank, **given: Any) -> bytes:
-    """As on a device that rounds otherwise, and more so: the model of all ranks but the first says something else."""
+    """All ranks get the same text, though the model of all but the first says something else, as one that rounds
+    otherwise may.
+    """
 
     def change(module: nn.Module, inputs: Any, found: Any) -> None:
         (found if isinstance(found, torch.Tensor) else found.logits).neg_()
@@ -32,6 +35,8 @@ def generate(rank: ranked.Rank, **given: Any) -> bytes:
     text = usual_generate(rank, **given)
     if hook:
         hook.remove()
+    if rank.learner.needs_all:
+        assert rank._group.total(crc32(text)) == [rank._group.size * crc32(text)]
     return text
 
 

@@ -314,12 +314,15 @@ def test_ranks_on_one_device_compute_what_one_does(text: Path, ranks: int, shard
 
     async def test() -> None:
         async with trainer(spec) as found:
-            begin = await vector(found)
+            begin, local = await vector(found), on_the_cpu(single)
+            for anchor in (1.3 * begin, 0.9 * begin, begin):
+                await found.write(begin, anchor=anchor)
+                local.write(begin, anchor=anchor)
+                assert await found.evaluate() == pytest.approx(local.evaluate(), rel=1e-4), "not of an earlier anchor"
             work = await trained(found)
             after = await vector(found)
             await found.write(after, anchor=begin)
             assert torch.equal(await vector(found), after), "the vectors come back as they were"
-            local = on_the_cpu(single)
             local.begin(0)
             for _ in range(STEPS):
                 local.step()
