@@ -21,12 +21,18 @@ _ROOT = Path(__file__).parents[2]
 
 
 class ChildPeer:
-    """Its lines go to stderr of the script unless `quiet`. `state_dir` is None until the peer has told it."""
+    """Its lines go to stderr of the script unless `quiet`. `state_dir` is None until the peer has told it.
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], quiet: bool) -> None:
+    `run` is the text of its run file; empty: it has none.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], quiet: bool, run: str = "") -> None:
         self._leash, theirs = socket.socketpair()
         handle, name = tempfile.mkstemp(prefix="starling-peer-", suffix=".log")
         self.log, self.state_dir, self._told = Path(name), None, b""
+        if run:
+            self.log.with_suffix(".toml").write_text(run)
+            arguments = ["--run", str(self.log.with_suffix(".toml")), *arguments]
         paths = os.pathsep.join(filter(None, (str(_ROOT), environment.get("PYTHONPATH", ""))))
         with theirs, os.fdopen(handle, "wb") as log:
             self._process = subprocess.Popen(
@@ -58,6 +64,7 @@ class ChildPeer:
                     self._told += self._leash.recv(1 << 16)
                 if b"\n" in self._told:
                     self.state_dir = Path(json.loads(self._told)["state_dir"])
+                    self.log.with_suffix(".toml").unlink(missing_ok=True)  # the peer has read it
         return self.state_dir
 
     def last_line(self) -> str:
@@ -75,6 +82,7 @@ class ChildPeer:
             self._process.wait()
         finally:
             self._leash.close()
+            self.log.with_suffix(".toml").unlink(missing_ok=True)
             if self._process.returncode == 0:
                 self.log.unlink(missing_ok=True)
 

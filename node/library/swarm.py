@@ -19,7 +19,6 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,8 @@ if TYPE_CHECKING:  # only a script of several ranks loads its code
     from node.library.ranks import Ranks
 
 JOIN_SECONDS, WAIT_SECONDS, LEAVE_SECONDS = 600.0, 600.0, 20.0
+LOST_SECONDS = 30.0
+"""Longest wait at the end of a round for a peer in place of one that died."""
 ATTACH = "NODE_ATTACH"  # variable with the state directory of a peer to attach to
 _ATTACH_PAUSE_SECONDS, _LOOK_SECONDS, _REPORT_SHARE = 1.0, 0.05, 0.02
 _MAX_STARTS = 5
@@ -77,6 +78,7 @@ class Swarm:
         optimizer: Any = None,
         *,
         arguments: Sequence[str] | None = None,
+        run: str = "",
         attach: Path | None = None,
         evaluate: Callable[[], float] | None = None,
         extra: Sequence[str] | None = None,
@@ -84,11 +86,11 @@ class Swarm:
         wait_seconds: float = WAIT_SECONDS,
         quiet: bool = False,
     ) -> None:
-        """`arguments` are those of `node join` for a peer of this script's own; with neither these nor `attach` there
-        is no swarm, and all calls return at once.
+        """`arguments` are those of `node join` for a peer of this script's own, `run` the text of a run file to start;
+        without arguments and `attach` there is no swarm, and all calls return at once.
         """
         self._state, self._pid, self._lock = State.OFF, os.getpid(), threading.Lock()
-        self._arguments, self._attached_to, self._evaluate = arguments, attach, evaluate
+        self._arguments, self._run, self._attached_to, self._evaluate = arguments, run, attach, evaluate
         self._wait_seconds, self._quiet = wait_seconds, quiet
         self._told: set[str] = set()
         self._ranks: Ranks | None = None
@@ -192,11 +194,8 @@ class Swarm:
         more |= {"join_seconds": join_seconds, "wait_seconds": wait_seconds}
         run = {**(settings or {}), "task": "loop"}
         run["recipe"] = {**run.get("recipe", {}), "inner_steps": inner_steps, "rounds": rounds}
-        with tempfile.TemporaryDirectory(prefix="starling-run-") as folder:
-            file = Path(folder) / "run.toml"
-            file.write_text(_toml(run))
-            arguments = [*_options(run=file, state_dir=state_dir), *options]
-            return cls(model, optimizer, arguments=arguments, **more)
+        arguments = [*_options(state_dir=state_dir), *options]
+        return cls(model, optimizer, arguments=arguments, run=_toml(run), **more)
 
     def _enter(self, deadline: float, seconds: float) -> StepResult:
         while self._state not in (State.TRAINING, State.OVER):
@@ -262,7 +261,8 @@ class Swarm:
             return StepResult(self._round)
         self._end_turn(began + self._wait_seconds)
         if self.waits:
-            self._say_once(f"no mean of the swarm within {self._wait_seconds:g} s: this script trains on alone")
+            what = "the peer is gone" if self._link is None else f"no mean of the swarm in {self._wait_seconds:g} s"
+            self._say_once(f"{what}: this script trains alone until the swarm's state is here again")
         waited, self._mark = time.monotonic() - began, time.perf_counter()
         ended = self._round != before or self.over
         counts = ended and bool(_last_report(self.state_dir).get("weight"))
@@ -370,12 +370,16 @@ class Swarm:
             self._state = State.WAITING
         except LinkLost:
             self._drop()
-        self._advance(deadline)
+        self._advance(deadline, LOST_SECONDS)
 
     # -- the peer's commands ------------------------------------------------------------------------------------------
 
-    def _advance(self, deadline: float) -> None:
-        """Carry out commands until there is one to train, the run is over, or the deadline. Looks at least once."""
+    def _advance(self, deadline: float, lost_seconds: float = math.inf) -> None:
+        """Carry out commands until there is one to train, the run is over, or the deadline. Looks at least once.
+
+        Without a peer it gives up after `lost_seconds`.
+        """
+        alone_at = time.monotonic() + lost_seconds
         while self._state in (State.LOST, State.WAITING):
             try:
                 if self._state is State.LOST:
@@ -389,7 +393,10 @@ class Swarm:
             except LinkLost as error:
                 self._problem = str(error)
                 self._drop()
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if self._link:
+                alone_at = now + lost_seconds
+            if now >= min(deadline, alone_at):
                 return
             if self._link is None:
                 time.sleep(_LOOK_SECONDS)
@@ -433,7 +440,7 @@ class Swarm:
         if self._child and (directory := self._child.state_dir) and "--state-dir" not in arguments:
             arguments += ["--state-dir", str(directory)]
         environment = {name: value for name, value in os.environ.items() if name != ATTACH}
-        self._child = ChildPeer(arguments, environment, self._quiet)
+        self._child = ChildPeer(arguments, environment, self._quiet, self._run)
 
     def _held(self, arguments: Sequence[str]) -> bool:
         """Whether a peer still runs in the state directory, as that of a killed script does while it leaves."""
