@@ -25,16 +25,17 @@ _RETRY_SECONDS, _CONNECT_SECONDS = 0.5, 5.0
 def lend(config: PeerConfig, task: str) -> int:
     """`task`: the user's own task that this machine's user agrees to run; empty: none."""
     os.environ.update(bounded_spin(os.environ))  # OpenMP reads it when PyTorch is loaded
-    import node.ranks.lent
     from node.runtime.fork_server import ForkServer
 
     ForkServer.begin()
     devices = lent_devices(config)  # not earlier, because it asks for GPUs
-    return asyncio.run(_lend(config, task, devices, node.ranks.lent.REFUSED, node.ranks.lent.OVER))
+    return asyncio.run(_lend(config, task, devices))
 
 
-async def _lend(config: PeerConfig, task: str, devices: tuple[str, ...], refused: int, over: int) -> int:
+async def _lend(config: PeerConfig, task: str, devices: tuple[str, ...]) -> int:
     import torch
+
+    from node.ranks.lent import DECLINED, OVER, REFUSED
 
     me = f"machine {config.node} of {config.nodes}"
     hello: dict[str, Any] = {
@@ -48,11 +49,15 @@ async def _lend(config: PeerConfig, task: str, devices: tuple[str, ...], refused
     while True:
         with await _reach(config) as link:
             code = await _ranks(config, task, devices, link, hello)
-        if code == over:
+        if code == OVER:
             return 0
-        if code == refused:
+        if code == REFUSED:
             raise CommandError(f"machine 0 has refused {me}")
-        _say(f"{me}: machine 0's worker has ended; waiting up to {config.rendezvous_timeout_seconds:g} s for the next")
+        if code == DECLINED:
+            raise CommandError(f"{me} does not take part in this run")
+        what = "its ranks have failed" if code > 0 else f"its first rank was killed by signal {-code}"
+        what = what if code else "machine 0's worker has ended"
+        _say(f"{me}: {what}; waiting up to {config.rendezvous_timeout_seconds:g} s for the next worker of machine 0")
 
 
 async def _reach(config: PeerConfig) -> socket.socket:

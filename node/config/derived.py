@@ -120,6 +120,12 @@ def _check_division(mine: PeerConfig, names: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{mine.origins['offload']}: one device keeps its parameters: give --offload optimizer", "offload"
         )
+    if mine.offload == "parameters" and len(names) == mine.tensor_parallel > 1 and mine.nodes == 1:
+        raise ConfigError(
+            f"{mine.origins['offload']}: devices that all share each layer keep its parameters: give --offload "
+            "optimizer, or more devices than --tensor-parallel",
+            "offload",
+        )
     if mine.offload == "parameters" and mine.shard != "zero3":
         raise ConfigError(
             f"{mine.origins['offload']}: only --shard zero3 keeps parameters on the host: give it", "offload"

@@ -31,8 +31,8 @@ from node.training import shared
 from node.training.failure import write_where_it_stands
 from node.training.worker import MAX_LINE_BYTES
 
-REFUSED, OVER = 3, 4
-"""Exit codes: this machine cannot take part; the peer has ended."""
+REFUSED, OVER, DECLINED = 3, 4, 5
+"""Exit codes: machine 0 has refused this machine; the peer has ended; this machine's user has not agreed to the run."""
 
 
 def main(arguments: list[str]) -> int:
@@ -50,8 +50,8 @@ def _serve(link: socket.socket, own: dict[str, Any]) -> int:
     if isinstance(spec.values, OwnValues) and spec.values.name != own["task"]:
         why = f"the user of a machine that lends its devices has to agree to its code by --task {spec.values.name}"
         send(link, {"refused": f"this run trains a user's own task: {why}"})
-        print(f"starling: {why}", file=sys.stderr, flush=True)
-        return REFUSED
+        _say(why)
+        return DECLINED
     machines = Machines.joined(value["machines"], link)
     torch.set_num_threads(spec.threads)
     be_quiet()
@@ -59,12 +59,17 @@ def _serve(link: socket.socket, own: dict[str, Any]) -> int:
     group = RankGroup.fork(machines, shared.create(), run)
 
     def fail(word: str, why: str) -> None:
+        _say(why)
         send(link, {word: why})
 
     if group.machines.here > 1:
         group.watch(fail)
     threading.Thread(target=_end_with, args=(link,), name="machine 0", daemon=True).start()
     return run_to_end(group, link, run)
+
+
+def _say(line: str) -> None:
+    print(f"starling: {line}", file=sys.stderr, flush=True)
 
 
 def _line(link: socket.socket) -> bytes:

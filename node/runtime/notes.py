@@ -13,7 +13,7 @@ PLAIN = {"plain": True}  # `extra` of a log record that is shown as a line of te
 
 
 def be_quiet() -> None:
-    """From now on: this process does the same as another one, which says it."""
+    """From now on: this process does the same as another one, which says it, but for what is its own."""
     global _is_quiet
     _is_quiet = True
 
@@ -23,8 +23,9 @@ def note(line: str) -> None:
         print(f"{_NOTE}{line}", file=sys.stderr, flush=True)
 
 
-def warn(line: str) -> None:
-    if not _is_quiet:
+def warn(line: str, is_own: bool = False) -> None:
+    """`is_own`: it happens in this process, and perhaps in no other."""
+    if is_own or not _is_quiet:
         print(f"{_WARNING}{line}", file=sys.stderr, flush=True)
 
 

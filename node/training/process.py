@@ -146,10 +146,13 @@ class WorkerProcess:
             except TimeoutError:
                 seen = usage(self.child.pid)
                 if why := watchdog.look(loop.time(), steps(), seen):
+                    if seen and seen.stopped:  # where the others stand explains nothing
+                        self._said = why
+                        raise WorkerGone from None
                     self.child.ask_where()
                     await asyncio.sleep(_DUMP_SECONDS)
                     self._said = f"{why}{self._where}"
-                    raise WorkerGone("" if seen and seen.stopped else self._said) from None
+                    raise WorkerGone(self._said) from None
 
     async def _next(self) -> dict[str, Any]:
         try:

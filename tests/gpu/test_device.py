@@ -305,11 +305,17 @@ def test_two_peers_on_one_device_agree(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks, shard, offload",
-    [(1, "zero1", "optimizer"), *product((2,), ("zero1", "zero2", "zero3"), ("", "optimizer"))],
+    "ranks, shard, offload, inner_optimizer",
+    [
+        (1, "zero1", "optimizer", "adamw"),
+        *product((2,), ("zero1", "zero2", "zero3"), ("", "optimizer"), ("adamw",)),
+        (2, "zero3", "optimizer", "muon"),
+    ],
 )
-def test_ranks_on_one_device_compute_what_one_does(text: Path, ranks: int, shard: str, offload: str) -> None:
-    single = replace(gpt(DEVICE, text, inner_optimizer="adamw"), device=DEVICE)
+def test_ranks_on_one_device_compute_what_one_does(
+    text: Path, ranks: int, shard: str, offload: str, inner_optimizer: str
+) -> None:
+    single = replace(gpt(DEVICE, text, inner_optimizer=inner_optimizer), device=DEVICE)
     spec = replace(single, devices=(DEVICE,) * ranks, shard=shard, offload=offload)
 
     async def test() -> None:
@@ -328,6 +334,7 @@ def test_ranks_on_one_device_compute_what_one_does(text: Path, ranks: int, shard
                 local.step()
             moved = local.learner.vector - local.anchor
             assert work.tokens == STEPS * STEP_TOKENS
-            assert float((after - begin - moved).norm()) <= 2e-3 * float(moved.norm())
+            bound = 2e-3 if inner_optimizer == "adamw" else 0.2  # Muon's iterations are in bfloat16
+            assert float((after - begin - moved).norm()) <= bound * float(moved.norm())
 
     within(SLOW_SECONDS, test)

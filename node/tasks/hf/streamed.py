@@ -115,7 +115,7 @@ class StreamedRows:
             except ModelError as error:
                 if before is None or isinstance(error, NotFetched):
                     raise
-                warn(f"{error}; the rows before it are used again")
+                warn(f"{error}; the rows before it are used again", is_own=True)
                 data = before[1]
             finally:
                 self._next = None
@@ -215,7 +215,7 @@ class StreamedRows:
                 if not is_wanted() if is_wanted else tries >= len(RETRY_SECONDS):
                     raise
                 seconds = RETRY_SECONDS[min(tries, len(RETRY_SECONDS) - 1)]
-                warn(f"{error}; again in {seconds:g} s")
+                warn(f"{error}; again in {seconds:g} s", is_own=True)
                 time.sleep(seconds)
                 tries += 1
 

@@ -135,6 +135,11 @@ def test_user_is_told_of_unused_gpus(
         ({}, {"offload": "optimizer", "device": "mps"}, "flag --offload: on a Mac all memory is the host's"),
         ({}, {"offload": "optimizer", "ranks": 2}, "flag --offload: on the CPU all memory is the host's"),
         ({}, {"offload": "parameters", "devices": ("cuda:0,cuda:1",)}, "flag --offload: only --shard zero3 keeps"),
+        (
+            {},
+            {"offload": "parameters", "devices": ("cuda:0,cuda:1",), "tensor_parallel": 2, "shard": "zero3"},
+            "flag --offload: devices that all share each layer keep its parameters: give --offload optimizer, or more ",
+        ),
         ({}, {"tensor_parallel": 2, "ranks": 2, "shard": "zero1"}, "flag --shard: beside tensor parallel"),
         ({}, {"ranks": 2, "device": "mps"}, "mps is one device: leave --ranks out, or give --device cpu"),
         ({}, {"ranks": 2, "device": "cuda"}, "2 ranks, and this machine has 1 GPU that this build of torch can use"),

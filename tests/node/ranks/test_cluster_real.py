@@ -211,6 +211,8 @@ async def test_killed_machine_is_named_and_replaced(division: str, compute: Thre
             await until(lambda: trainer.restarts == 1)
             whose = f"rank 3 of 4: {KILLED}" if counts[1] > 1 else "the connection to it ended"
             assert trainer.last_failure.endswith(f"machine 1 of 2 (127.0.0.1): {whose}")
+            mine = KILLED if counts[1] > 1 else "machine 1 of 2: its first rank was killed by signal 9; waiting up to "
+            assert mine in others[0].said() and "machine 0's worker has ended" not in others[0].said()
             await until(lambda: training.progress[heard:] and training.progress[-1].tokens > 0)
             await others[0].dies()
             await until(lambda: trainer.last_failure.endswith("(127.0.0.1): the connection to it ended"))

@@ -350,7 +350,9 @@ def oom_score(of: psutil.Process) -> int:
     return int(Path(f"/proc/{of.pid}/oom_score_adj").read_text())
 
 
-async def test_stopped_rank_is_seen(compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopped_rank_is_seen(
+    compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(process, "LOOK_SECONDS", 0.25)
     monkeypatch.setattr(liveness, "STOPPED_SECONDS", 1.0)
     async with RemoteTrainer(replace(grouped(gpt(), "zero1 x3"), nice=5), compute) as trainer:
@@ -365,6 +367,7 @@ async def test_stopped_rank_is_seen(compute: ThreadCompute, monkeypatch: pytest.
         os.kill(processes[2].pid, signal.SIGSTOP)
         await until(lambda: trainer.restarts == 1, 20)
         assert trainer.last_failure.startswith("rank 2 of 3 was stopped (by SIGSTOP or a debugger) in an inner step")
+        assert "File " not in caplog.text, "no stack of a rank that waited"
         await gone(processes)
         assert (await training.end()).tokens >= 0
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.runtime import notes
 from node.tasks.hf import streamed
 from node.tasks.hf.data_set import DataSet, HubFile, NotFetched, chosen, find_data_set
 from node.tasks.hf.rows import PreparedData, RowCounts, Rows
@@ -109,8 +110,9 @@ def test_ranks_fetch_each_window_once(opened: Callable[..., StreamedRows]) -> No
 
 
 def test_training_waits_for_a_hub_that_is_away(
-    opened: Callable[[], StreamedRows], capsys: pytest.CaptureFixture[str]
+    opened: Callable[[], StreamedRows], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(notes, "_is_quiet", True)  # as in any rank but the first
     """The first window must come; later ones are asked for until they do, and `ready` says when."""
     rows, away, refused = opened(), threading.Event(), threading.Event()
 
@@ -142,8 +144,9 @@ def test_training_waits_for_a_hub_that_is_away(
 
 
 def test_window_that_cannot_be_read_is_left_out(
-    opened: Callable[[], StreamedRows], capsys: pytest.CaptureFixture[str]
+    opened: Callable[[], StreamedRows], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(notes, "_is_quiet", True)  # as in any rank but the first
     rows = opened()
     rows._prepare = lambda files, home: (_ for _ in ()).throw(ModelError("not JSON"))
     with pytest.raises(ModelError, match="not JSON"):
@@ -165,8 +168,8 @@ def test_rows_that_come_twice_are_told_once(
     for position in range(10):
         rows.batch(0, position, 2)
     line = "the present files of org/set hold 10 rows, and 20 are due: some come twice"
-    notes = [each for each in capsys.readouterr().err.splitlines() if each.startswith("note: ")]
-    assert notes == [f"note: {line}"], "beside what threads of other tests, which fetch ahead, still write"
+    noted = [each for each in capsys.readouterr().err.splitlines() if each.startswith("note: ")]
+    assert noted == [f"note: {line}"], "beside what threads of other tests, which fetch ahead, still write"
 
 
 def test_directory_of_a_process_that_has_ended_is_removed(opened: Callable[[], StreamedRows], tmp_path: Path) -> None:
