@@ -108,7 +108,8 @@ def test_a_resumed_training_has_the_state_of_the_swarm(
 ) -> None:
     from node.library.transformers import SwarmCallback
 
-    first = trainer(tmp_path, [SwarmCallback()], save_strategy="steps", save_steps=2, max_steps=2)
+    first = trainer(tmp_path, [], save_strategy="steps", save_steps=2, max_steps=2)
+    first.callback_handler.callbacks.insert(0, SwarmCallback())  # before the reporters, which then get its metrics
     first.train()
     second = trainer(tmp_path, [SwarmCallback()], max_steps=3, learning_rate=0.0)
     second.train(resume_from_checkpoint=True)
