@@ -65,6 +65,8 @@ class InlineTrainer:
     async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
         self.local_training.write(source, anchor, tokens)
 
+    evaluates = True
+
     async def evaluate(self) -> float:
         return self.local_training.evaluate()
 

@@ -54,6 +54,7 @@ class Trainer(InlineTrainer):
     sample_prompt = b"def "
     evaluated = 0
     threads = 3
+    evaluates = True
 
     async def evaluate(self) -> float:
         await asyncio.sleep(EVALUATE_SECONDS)
