@@ -45,7 +45,6 @@ from tests.support.small_models import WORDS, write_tokenizer
 
 RECIPE = Recipe(3, 1, 1e-3, 0.9, 0.5, warmup_steps=1, batches=4)
 SHAPE = GptConfig(layers=8, width=512, heads=8, context=2)
-SMALL = replace(SHAPE, layers=2)
 READ_SECONDS = 0.05
 
 
@@ -157,19 +156,21 @@ def shared(pid: int) -> int:
 
 
 class Watch:
-    """Reads the peak of the memory of this process's workers, all together and the largest."""
+    """Reads the peak of the memory of this process's workers, all together and the largest, if it `looks`."""
 
-    def __init__(self) -> None:
+    def __init__(self, looks: bool) -> None:
         self.peak, self._is_over = Memory(), threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._threads = [threading.Thread(target=self._run)] * looks
 
     def __enter__(self) -> Watch:
-        self._thread.start()
+        for each in self._threads:
+            each.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        for each in self._threads:
+            each.join()
 
     def _run(self) -> None:
         while not self._is_over.is_set():
@@ -204,13 +205,13 @@ class Found:
     shared: int
 
 
-async def measure(spec: WorkerSpec) -> Found:
+async def measure(spec: WorkerSpec, peaks: bool) -> Found:
     async with ThreadCompute() as compute:
-        with Watch() as building:
+        with Watch(peaks) as building:
             trainer = RemoteTrainer(spec, compute)
             await trainer.__aenter__()
         try:
-            with Watch() as training:
+            with Watch(peaks) as training:
                 cut, done = asyncio.Event(), asyncio.Event()
                 key = RoundKey(bytes(32), "run", bytes(32), 0)
 
@@ -223,8 +224,9 @@ async def measure(spec: WorkerSpec) -> Found:
                 cut.set()
                 await task
             after = read(worker_pids())
-            with Watch() as evaluating:
-                await trainer.evaluate()
+            with Watch(peaks) as evaluating:
+                if peaks:
+                    await trainer.evaluate()
             elements = sum(trainer.layout.sizes())
             return Found(elements, after, building.peak, training.peak, evaluating.peak, shared(worker_pids()[0]))
         finally:
@@ -256,13 +258,15 @@ class Result:
     shared: float  # by all, and with the peer
 
 
-def run(case: Case) -> Result:
+def run(case: Case, layers: tuple[int, int] = (2, 8), peaks: bool = True) -> Result:
+    """With models of so many layers. Without `peaks`, these are not measured: they take as long as the rest."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
     with tempfile.TemporaryDirectory() as folder, vectors(case.place):
         # For gpt so little that an evaluation is a few batches.
         Path(folder, "text").write_bytes(bytes(range(32, 127)) * (2000 if case.more == "hf" else 40))
-        base = asyncio.run(measure(case.spec(SMALL, Path(folder))))
-        found = asyncio.run(measure(case.spec(SHAPE, Path(folder))))
+        base, found = (
+            asyncio.run(measure(case.spec(replace(SHAPE, layers=each), Path(folder)), peaks)) for each in layers
+        )
     per = found.elements - base.elements
     return Result(
         case.name,

@@ -24,25 +24,23 @@ from node.runtime.compute import ThreadCompute
 from node.tasks.spec import WorkerSpec
 from node.training import worker_supervisor as succession
 from node.training.remote import RemoteTrainer, WorkerError
-from tests.node.ranks.test_ranks_real import (
+from tests.support.long import long
+from tests.support.paths import REPOSITORY
+from tests.support.rank_groups import (
     MUON_TOLERANCE,
     RUN,
     TOLERANCE,
     Apart,
     Training,
-    compute,
     gpt,
     round_of,
     vector,
+    with_small_data,
     without_files,
 )
-from tests.support.long import long
-from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import START_SECONDS, RealSwarm, wait
 from tests.support.waiting import until
 from tests.support.warm import MARK, WarmProcess, server
-
-__all__ = ["compute"]
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -142,14 +140,11 @@ async def published(trainer: RemoteTrainer, number: int) -> torch.Tensor:
     [
         ("adamw", "zero2 1+1", 6),
         *long(
-            ("adamw", "zero1 1+1", 20),
-            ("adamw", "zero2 2+2", 8),
-            ("adamw", "zero3 1+1", 20),
-            ("adamw", "zero3 2+2", 8),
+            ("muon", "zero1 1+2", 8),
             ("adamw", "zero2 1+1+1", 8),
-            ("adamw", "tensor 2+2", 8),
-            ("muon", "zero2 1+2", 8),
+            ("adamw", "zero3 1+1", 20),
             ("muon", "zero3 2+1", 8),
+            ("adamw", "tensor 2+2", 8),
         ),
     ],
 )
@@ -274,7 +269,7 @@ async def test_machines_that_cannot_meet_say_why(
 def test_peer_of_two_machines_agrees_with_another(tmp_path: Path) -> None:
     rendezvous = a_rendezvous()
     lender = Lender(tmp_path, 1, rendezvous)
-    with RealSwarm(tmp_path, RUN) as swarm:
+    with RealSwarm(tmp_path, RUN, with_small_data) as swarm:
         a = swarm.found("a", "--nodes", "2", "--rendezvous", rendezvous, "--device", "cpu", "--shard", "zero3")
         assert "2 ranks train together (zero3), on 2 machines" in a.said()
         (b,) = swarm.join("b", via=a)

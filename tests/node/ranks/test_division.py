@@ -1,9 +1,7 @@
-"""How a step and the flat vector are divided among ranks, and what another machine has to agree to."""
+"""How a step and the flat vector are divided among ranks."""
 
 from __future__ import annotations
 
-import json
-import socket
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,12 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from node.ranks import lent
-from node.ranks.cluster import send
 from node.ranks.division import RanksError, cuts, units
 from node.ranks.steps import microbatches
-from node.tasks.recipe import Recipe
-from node.tasks.spec import OwnValues, WorkerSpec
 
 BATCHES, ROWS, RANKS = st.integers(1, 12), st.none() | st.integers(1, 9), st.integers(1, 16)
 
@@ -92,16 +86,3 @@ def test_weights_are_those_of_the_whole_step(batches: int, rows: int, ranks: int
         assert {*seen} <= {*everything} and len(seen) == len({*seen})
     else:
         assert seen == everything == sorted(int(row) for batch in counted for row in batch[0])
-
-
-def test_other_machine_runs_an_own_task_only_if_its_user_agrees(capfd: pytest.CaptureFixture[str]) -> None:
-    recipe = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5)
-    spec = WorkerSpec(OwnValues("mine.tasks:make"), recipe, 1, devices=("cpu", "cpu"))
-    own = {"devices": ["cpu"], "task": "", "data": "", "model": "", "template": "", "threads": 1, "nice": 0}
-    machine_0, here = socket.socketpair()
-    with machine_0, here:
-        send(machine_0, {"begin": {"machines": None, "spec": spec.to_json()}})
-        assert lent._serve(here, own) == lent.REFUSED
-        ((word, why),) = json.loads(machine_0.recv(10_000)).items()
-    assert word == "refused" and why.endswith("has to agree to its code by --task mine.tasks:make")
-    assert "--task mine.tasks:make" in capfd.readouterr().err

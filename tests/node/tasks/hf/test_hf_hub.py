@@ -62,7 +62,7 @@ from node.tasks.recipe import Recipe
 from node.tasks.spec import WorkerSpec
 from node.training import process
 from node.training.remote import RemoteTrainer
-from tests.node.ranks.test_ranks_real import round_of, vector
+from tests.support.rank_groups import round_of, vector
 
 process._program = lambda spec: "tests.support.small_windows"
 values = HfValues(HfSettings("full", context=32, rows=2), HfMachine(sys.argv[1]))
