@@ -99,6 +99,7 @@ class Swarm:
         self._link: Link | None = None
         self._problem = ""  # why there is none
         self._child: ChildPeer | None = None
+        self._ended: ChildPeer | None = None  # whose end is known
         self._starts, self._next_try, self._next_report = 0, 0.0, 0.0
         self._round, self._leaving = -1, False
         self._uncounted: tuple[Any, Any] = (0, 0)  # tokens, and loss times tokens: on the device, or of this rank
@@ -408,39 +409,44 @@ class Swarm:
             return
         self._next_try = now + _ATTACH_PAUSE_SECONDS
         if self._attached_to is None and (self._child is None or self._child.code is not None):
-            self._start_peer()
-            self._next_try = now + 0.1
+            self._start_peer(now)
             return
         if directory := self.state_dir:
             self._link = Link.connect(directory)
         else:
             self._next_try = now + 0.1
 
-    def _start_peer(self) -> None:
-        """The first one, or one in place of a peer that ended by an error."""
-        if self._child:
-            code, line = self._child.code, self._child.last_line()
-            if code == 0:
-                self._state = State.OVER
-                return
-            if (self._starts == 1 and self._round < 0) or self._starts >= _MAX_STARTS:
-                self._state = State.OVER
-                what = f"the peer ended with exit code {code}: {line or 'it said nothing'}"
-                if self._round < 0:
-                    raise SwarmError(what)
-                self._say(f"{what}; it was started {self._starts} times. This script trains on alone")
-                return
-            self._say(f"the peer ended with exit code {code} ({line}): another is started")
-            self._next_try += 2.0**self._starts
+    def _start_peer(self, now: float) -> None:
+        """The first one, or after a pause one in place of a peer that ended by an error."""
+        if self._child and self._child is not self._ended:
+            self._ended = self._child
+            self._next_try = now + 2.0 ** (self._starts - 1)
+            return self._judge_end(self._child)
+        self._next_try = now + _ATTACH_PAUSE_SECONDS / 10
         arguments = [*(self._arguments or ())]
         if self._held(arguments):
-            self._next_try = time.monotonic() + _ATTACH_PAUSE_SECONDS / 4
             return
         self._starts += 1
         if self._child and (directory := self._child.state_dir) and "--state-dir" not in arguments:
             arguments += ["--state-dir", str(directory)]
         environment = {name: value for name, value in os.environ.items() if name != ATTACH}
         self._child = ChildPeer(arguments, environment, self._quiet, self._run)
+
+    def _judge_end(self, child: ChildPeer) -> None:
+        """Whether the run is over, another peer is to be started, or none any more. Raises `SwarmError` at the join."""
+        code = child.code
+        if code == 0:
+            self._state = State.OVER
+            return
+        what = f"the peer ended with exit code {code}: {child.last_line() or 'it said nothing'}"
+        if self._starts == 1 and self._round < 0:
+            self._state = State.OVER
+            raise SwarmError(what)
+        if self._starts < _MAX_STARTS:
+            return self._say(f"{what}. Another is started")
+        self._say(f"{what}. It was started {self._starts} times: this script trains alone from here on")
+        self._close()
+        self._state = State.OFF
 
     def _held(self, arguments: Sequence[str]) -> bool:
         """Whether a peer still runs in the state directory, as that of a killed script does while it leaves."""
