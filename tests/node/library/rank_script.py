@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from node.library import Swarm, SwarmError
 
+LISTEN = "/ip4/127.0.0.1/tcp/0"
 IN, HIDDEN, OUT, ROWS = 5, 8, 3, 4
 
 
@@ -105,9 +106,10 @@ def train(kind: str, rank: int, size: int, options: dict[str, Any]) -> None:
     make: Callable[[], Swarm]
     if "inner_steps" in options:
         counts = {name: options[name] for name in ("inner_steps", "rounds")}
-        make = lambda: Swarm.start(model, optimizer, options=["--listen", "/ip4/127.0.0.1/tcp/0"], **counts, **common)  # noqa: E731
+        make = lambda: Swarm.start(model, optimizer, options=["--listen", LISTEN], **counts, **common)  # noqa: E731
     else:
         where = {name: options[name] for name in ("attach", "bootstrap") if name in options}
+        where |= {"options": ["--listen", LISTEN]} if "bootstrap" in options else {}
         make = lambda: Swarm.join(model, optimizer, **where, **common)  # noqa: E731
     with make() as swarm:
         say(joined=True, **held(model))

@@ -24,6 +24,7 @@ from tests.support.real_swarm import wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
+ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
 END_SECONDS = 150.0
 SCRIPT = "tests.node.library.rank_script"
 MODULES = ("torch.distributed.fsdp", "torch.nn.parallel", "node.library.ranked_parameters")
@@ -160,3 +161,38 @@ def test_killed_rank_ends_the_others_and_a_new_script_goes_on(
         started.append(after := Scripts(tmp_path / "after", kind, 2, attach=str(tmp_path), ends=3))
         assert after.ended() == [0, 0], after.said
         assert len(rounds.anchors) > before + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "alone"), [("ddp", "bare"), ("fsdp", "plain")])
+def test_ranks_and_one_process_agree_in_one_run(tmp_path: Path, started: list[Scripts], kind: str, alone: str) -> None:
+    """The tokens of all ranks count. When a rank is killed, its script ends, and the other peer loses no round."""
+    stop, dirs = tmp_path / "stop", {name: tmp_path / f"state-{name}" for name in "ab"}
+    options = {"stop": str(stop), "hidden": 7, "step_seconds": 0.05, "evaluates": False, "quiet": False}
+    run = {"inner_steps": 10, "rounds": 1000, "state_dir": str(dirs["a"])}
+    started.append(one := Scripts(tmp_path / "a", alone, 1, **run, **options))
+    address = wait("an address", lambda: ADDRESS.search((tmp_path / "a" / "0.err").read_text()), 90)[0]
+    started.append(ranks := Scripts(tmp_path / "b", kind, 2, bootstrap=address, state_dir=str(dirs["b"]), **options))
+
+    def both() -> list[tuple[dict[str, Any], ...]]:
+        others = ({line["round"]: line for line in each.rounds(rank)} for each, rank in ((ranks, 0), (ranks, 1)))
+        here, there = others
+        return [
+            (line, here[line["round"]], there[line["round"]])
+            for line in one.rounds()
+            if line["round"] in here and line["round"] in there and line["metrics"].get("swarm/peers") == 2
+        ]
+
+    shared = wait("three rounds of both", lambda: found if len(found := both()) >= 3 else None, 90)
+    for lines in shared:
+        assert len({line["digest"] for line in lines}) == len({line["buffers"] for line in lines}) == 1
+        assert lines[1]["contributed"] and lines[1]["metrics"] == lines[2]["metrics"]
+        assert lines[0]["metrics"]["swarm/tokens"] % 4 == lines[1]["metrics"]["swarm/tokens"] % 9 == 0
+    os.kill(ranks.ranks[1].pid, signal.SIGKILL)
+    assert 0 not in ranks.ended(30)
+    ended = len(one.rounds())
+    wait("two more rounds", lambda: len(one.rounds()) >= ended + 2, 60)
+    stop.touch()
+    assert one.ended(60) == [0], one.said
+    journal = [json.loads(line) for line in (dirs["a"] / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in journal] == [*range(len(journal))]
