@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ async def kill(trainer: RemoteTrainer, training: Training, when: str, rank: int,
     elif asked:
         await asyncio.wait([asked])
         assert isinstance(asked.exception(), WorkerError) or asked.result()
-    await until(lambda: training.progress[heard:] and 0 < training.progress[-1].tokens <= 5 * STEP_TOKENS)
+    # its work begins anew
+    await until(lambda: any(a.tokens == 0 < b.tokens for a, b in pairwise(training.progress[heard:])))
     assert trainer.restarts == restarts + 1
 
 
