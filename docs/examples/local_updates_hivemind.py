@@ -1,0 +1,54 @@
+"""The quick start of hivemind, with made-up pictures: two peers train a small classifier with local updates.
+
+python docs/examples/local_updates_hivemind.py            # prints ADDRESS
+python docs/examples/local_updates_hivemind.py ADDRESS
+"""
+
+import sys
+
+import hivemind
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, interpolate
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+patterns = interpolate(torch.randn(10, 3, 4, 4), size=32, mode="bilinear")
+
+
+def pictures(count):  # of the size of CIFAR-10: ten patterns or their negatives, under noise
+    labels = torch.randint(10, (count,))
+    signs = torch.randint(2, (count, 1, 1, 1)) * 2 - 1
+    return signs * patterns[labels] + 4 * torch.randn(count, 3, 32, 32), labels
+
+
+features = [nn.Conv2d(3, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU()]
+model = nn.Sequential(*features, nn.Flatten(), nn.Linear(800, 10))
+held_out, held_out_labels = pictures(512)
+torch.seed()
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+dht = hivemind.DHT(initial_peers=sys.argv[1:], start=True)
+print("address", dht.get_visible_maddrs()[0], flush=True)
+optimizer = hivemind.Optimizer(
+    dht=dht,
+    run_id="pictures",
+    batch_size_per_step=32,
+    target_batch_size=10_000,
+    optimizer=optimizer,
+    use_local_updates=True,
+    matchmaking_time=3.0,
+    averaging_timeout=10.0,
+    verbose=True,
+)
+if sys.argv[1:]:
+    optimizer.load_state_from_peers()
+input("Press Enter when both peers are here\n")
+for step in range(100_000):
+    batch, labels = pictures(32)
+    cross_entropy(model(batch), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 25 == 0:
+        with torch.no_grad():
+            print(f"step {step}: {cross_entropy(model(held_out), held_out_labels):.4f}", flush=True)
