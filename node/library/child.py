@@ -44,7 +44,7 @@ class ChildPeer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the script, which then leaves
             )
-        self._owner = os.getpid()
+        self._quiet = quiet
         os.register_at_fork(after_in_child=self._leash.close)
         if not quiet:
             threading.Thread(target=self._follow, name="starling", daemon=True).start()
@@ -83,7 +83,7 @@ class ChildPeer:
         finally:
             self._leash.close()
             self.log.with_suffix(".toml").unlink(missing_ok=True)
-            if self._process.returncode == 0:
+            if self._process.returncode == 0 or not self._quiet:  # else nothing else has shown its lines
                 self.log.unlink(missing_ok=True)
 
     def _follow(self) -> None:

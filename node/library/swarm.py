@@ -439,6 +439,7 @@ class Swarm:
             self._state = State.OVER
             return
         what = f"the peer ended with exit code {code}: {child.last_line() or 'it said nothing'}"
+        child.end(0)
         if self._starts == 1 and self._round < 0:
             self._state = State.OVER
             raise SwarmError(what)
@@ -695,7 +696,7 @@ class Swarm:
         return {f"swarm/{name}": float(value) for name, value in found.items() if math.isfinite(value)}
 
     def _where(self) -> str:
-        return f" in {self._child.log}" if self._child else ""
+        return f" in {self._child.log}" if self._child and self._quiet else ""
 
     def _say(self, line: str) -> None:
         if not self._quiet and self._leads:
