@@ -188,7 +188,9 @@ async def test_machines_compute_what_one_process_does(
             await group.write(begun)
             assert await group.evaluate() == pytest.approx(await one.evaluate(), rel=1e-6)
             assert group.restarts == one.restarts == 0
-        say_over(rendezvous)
+        for _ in range(5):  # on a busy machine one of them may come too late
+            if any(each.process.poll() is None for each in others):
+                say_over(rendezvous)
         assert [each.process.wait(20) for each in others] == [0] * len(others)
 
 

@@ -42,15 +42,15 @@ LONG = {
     "gpt-muon": ("zero1 x3 optimizer", "zero2 x4 shared", "zero3 x3 optimizer", "tensor x4 apart"),
     "own": ("zero1 x3 shared", "zero2 x2 apart"),
     "own plain": ("zero3 x4 apart",),  # batches without targets
-    "qwen3 full": ("zero3 x3 apart", "tensor x4 apart"),
-    "qwen3 lora": ("zero2 x3 shared",),
+    "qwen3 full": ("zero3 x3 apart", "tensor x2 apart"),
+    "qwen3 lora": ("zero1 x2 apart", "zero2 x3 shared"),
     "llama full": ("zero1 x2 shared", "tensor x2 apart"),
-    "llama lora": ("zero3 x4 optimizer",),
+    "llama lora": ("zero2 x2 apart", "zero3 x2 optimizer"),
     "gpt2 full": ("zero2 x2 apart", "zero3 x2 apart"),
     "gpt2 lora": ("zero1 x3 apart",),
 }
-"""Each pair of a task, a way to divide, a number of ranks and an optimiser, as far as they go together, and each way
-with each place of the parameters and of the moments."""
+"""Each model with each way to divide, as far as they go together; each way with each number of ranks, each optimiser,
+and each place of the parameters and the moments."""
 REFUSED = {
     ("own", "zero3 x2 apart"): "training changes 1.running_mean, which zero3 and tensor parallel cannot average",
     ("qwen3 lora", "tensor x2 apart"): "adapters cannot be divided by tensor parallel",
