@@ -46,6 +46,7 @@ class PeerConfig:
     wait_for_peers: int = 1
     nodes: int = dataclasses.field(default=1, repr=False)
     node: int = dataclasses.field(default=0, repr=False)
+    own_loop: bool = dataclasses.field(default=False, repr=False)
     rendezvous: str | None = dataclasses.field(default=None, repr=False)
     nat: bool = True
     new: bool = False
