@@ -25,7 +25,7 @@ from node.config.launcher import machines_of
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
 from node.config.peer_sources import apply_saved, load_peer
 from node.config.run_config import RunConfig, load_run
-from node.config.toml import ConfigError, plain
+from node.config.toml import ConfigError, plain, read_toml
 from node.reporting.status import printable
 from node.runtime.locks import LocksUnsupported
 from node.session.fatal import FatalPeerError
@@ -221,7 +221,8 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
             f"{state_dir} holds no run to resume: to join run {config.run_id[:12]}, give the address of one of its "
             "peers with --bootstrap; to start a new run, leave --run-id out"
         )
-    if config.own_loop and not {"task", "run"} & of_run.keys():
+    file = read_toml(of_run["run"]) if config.own_loop and "run" in of_run else {}
+    if config.own_loop and "task" not in {*of_run, *file}:
         of_run = {**of_run, "task": LOOP}
     run = _load_run(of_run, config.rounds)
     if config.own_loop and run.hf:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ class ChildPeer:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], quiet: bool, run: str = "") -> None:
         self._leash, theirs = socket.socketpair()
+        self._leash.setblocking(False)
         handle, name = tempfile.mkstemp(prefix="starling-peer-", suffix=".log")
         self.log, self.state_dir, self._told = Path(name), None, b""
         if run:
@@ -60,7 +60,7 @@ class ChildPeer:
         """The peer's state directory, once it has told it."""
         if self.state_dir is None and b"\n" not in self._told:
             with suppress(OSError, ValueError):
-                if select.select([self._leash], [], [], 0)[0]:
+                with suppress(BlockingIOError):
                     self._told += self._leash.recv(1 << 16)
                 if b"\n" in self._told:
                     self.state_dir = Path(json.loads(self._told)["state_dir"])
@@ -75,13 +75,13 @@ class ChildPeer:
 
     def end(self, seconds: float) -> None:
         """Wait for its end, which has been asked for; at the limit, kill it."""
+        self._leash.close()  # so it knows that nobody waits for it
         try:
             self._process.wait(max(0.1, seconds))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         finally:
-            self._leash.close()
             self.log.with_suffix(".toml").unlink(missing_ok=True)
             if self._process.returncode == 0 or not self._quiet:  # else nothing else has shown its lines
                 self.log.unlink(missing_ok=True)

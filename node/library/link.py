@@ -49,9 +49,13 @@ class Link:
         """The next message; None if there is none within this time. Raises LinkLost."""
         try:
             while b"\n" not in self._buffer:
-                if not select.select([self._socket], [], [], max(0.0, seconds))[0]:
+                waiting = select.poll()  # select() takes no descriptors from 1024 on
+                waiting.register(self._socket, select.POLLIN)
+                if not waiting.poll(1000 * max(0.0, seconds)):
                     return None
                 data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 2)
+                for each in descriptors:
+                    os.set_inheritable(each, False)
                 self.descriptors += descriptors
                 if not data or len(self._buffer) > MAX_LINE_BYTES:
                     raise LinkLost

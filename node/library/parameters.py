@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from node.tasks.extra import ExtraTensors
 from protocols.base import Layout, Vector
 
 _WRAPPERS = ("_orig_mod", "module")  # of torch.compile, and of DistributedDataParallel
+
+
+def _words(parameter: tuple[str, list[int]] | None) -> str:
+    return f"{parameter[0]} of shape {tuple(parameter[1])}" if parameter else "no parameter more"
 
 
 class SwarmError(RuntimeError):
@@ -59,6 +64,8 @@ class Parameters:
         self._expected = {name: (tuple(each.shape), each.dtype) for name, each in named}
         self._optimizer = optimizer
         ids = self._trained_ids()
+        if ids and not any(id(each) in ids for _, each in named):
+            raise SwarmError("the optimizer trains no parameter of the model: make it from model.parameters()")
         self._trained = [name for name, each in named if id(each) in ids]
         self._extra_names = running_statistics(model) if extra is None else list(extra)
         self._count = sum(math.prod(shape) for shape, _ in self._expected.values())
@@ -67,6 +74,14 @@ class Parameters:
         self.layout = Layout(((*shapes, *self._extra.fragment),))
         self._bystanders = Bystanders(model, named)
         self._taken: dict[str, torch.Tensor] = {}  # of parameters that are not float32, as last copied
+
+    def require(self, known: Sequence[Sequence[Any]]) -> None:
+        """Raise `SwarmError` unless these are the parameters that the peer knows: fragments of names with shapes."""
+        mine = [(name, list(shape)) for name, shape in self.layout.fragments[0]]
+        theirs = [(name, list(shape)) for name, shape in known[0]]
+        for own, other in zip_longest(mine, theirs):
+            if own != other:
+                raise SwarmError(f"the model has {_words(own)} where the peer's run has {_words(other)}")
 
     @property
     def elements(self) -> int:

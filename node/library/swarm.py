@@ -37,7 +37,7 @@ from node.library.parameters import Parameters, SwarmError
 from node.runtime.json_file import read_json
 from node.runtime.locks import hold
 from node.tasks.base import Step
-from node.training.shared import Shared, shared_vector
+from node.training.shared import Shared, read_only_vector
 from node.training.trainer import LocalTraining, as_json
 from protocols.base import Layout, Vector
 
@@ -103,7 +103,7 @@ class Swarm:
         self._starts, self._next_try, self._next_report = 0, 0.0, 0.0
         self._round, self._leaving = -1, False
         self._uncounted: tuple[Any, Any] = (0, 0)  # tokens, and loss times tokens: on the device, or of this rank
-        self._optimizer_steps, self._unstepped, self._bar_text = 0, 0, ""
+        self._optimizer_steps, self._calls, self._unstepped, self._bar_text = 0, 0, 0, ""
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # of a wrapper, as accelerate's
         if arguments is None and attach is None:
             self._say("no swarm was given (bootstrap, attach or a NODE_* variable): this script trains alone")
@@ -123,6 +123,7 @@ class Swarm:
             raise
 
     _shared: Shared
+    _inner_steps: int
     _training: LocalTraining
     _completed: bool  # the inner steps of the round are done, and the peer knows
     _surplus: bool  # steps beyond them count, until the round is cut
@@ -205,6 +206,9 @@ class Swarm:
                 why = self._problem or f"the peer {what}: see its lines{self._where()}, or wait longer"
                 raise SwarmError(f"not in a run after {seconds:g} s: {why}")
             self._advance(time.monotonic() + _LOOK_SECONDS)
+        if self._round < 0:
+            why = self._child.last_line() if self._child else ""
+            raise SwarmError(f"the peer has left before this script trained: {why or 'the run is over'}")
         if self._optimizer is not None and getattr(self._optimizer, "state", None):
             self._say("the optimizer's moments are of other parameters than those of the swarm, which were loaded")
         return StepResult(self._round, True)
@@ -292,22 +296,24 @@ class Swarm:
         finally:
             self._lock.release()
 
-    def _on_optimizer_step(self, *_: object) -> None:
-        self._optimizer_steps += 1
+    def _on_optimizer_step(self, optimizer: Any, *_: object) -> None:
+        found = getattr(optimizer, "found_inf", None)  # a GradScaler lets a fused optimizer skip the step itself
+        if found is None or not bool(found):
+            self._optimizer_steps += 1
 
     def _count(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None) -> None:
         taken, self._optimizer_steps = self._optimizer_steps if self._steps_are_seen else 1, 0
         if self._leads:
             self._shared.stepped()  # a sign of life
+        self._calls += 1
         if not taken:  # a GradScaler has skipped it, or gradients are still accumulated
             self._unstepped += 1
-            if self._unstepped == _UNSTEPPED_CALLS:
+            if self._unstepped >= _UNSTEPPED_CALLS and 4 * self._unstepped > self._calls:
                 self._say_once(
                     "step() is called without an optimizer.step() before it: that counts nothing. Call it once after "
                     "each optimizer.step(), with the tokens of all its batches"
                 )
             return
-        self._unstepped = 0
         loss = math.nan if loss is None else loss.detach() if isinstance(loss, torch.Tensor) else loss
         on_device = isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"  # no wait for the device
         if not on_device:
@@ -430,7 +436,11 @@ class Swarm:
         if self._child and (directory := self._child.state_dir) and "--state-dir" not in arguments:
             arguments += ["--state-dir", str(directory)]
         environment = {name: value for name, value in os.environ.items() if name != ATTACH}
-        self._child = ChildPeer(arguments, environment, self._quiet, self._run)
+        try:
+            self._child = ChildPeer(arguments, environment, self._quiet, self._run)
+        except OSError as error:
+            self._next_try = now + 2.0**self._starts
+            raise LinkLost(f"a peer cannot be started: {error.strerror or error}") from error
 
     def _judge_end(self, child: ChildPeer) -> None:
         """Whether the run is over, another peer is to be started, or none any more. Raises `SwarmError` at the join."""
@@ -468,12 +478,11 @@ class Swarm:
     def _carry_out(self, link: Link, message: dict[str, Any]) -> None:
         if "recipe" in message:
             return self._introduce(link, message)
+        if message.get("do") == "refuse":
+            return self._refused(message["why"])
+        if not len(self._shared.anchor):
+            self._map_anchor(link)
         match message.get("do"):
-            case "refuse":
-                self._drop()
-                if not message["why"].startswith("not now"):
-                    raise SwarmError(message["why"])
-                return
             case "train":
                 self._take(message.get("carried"))
                 self._begin(message)
@@ -482,27 +491,42 @@ class Swarm:
                 self._take(message.get("carried"))
                 kind, value = self._evaluated()
             case "end":
+                self._tell("done", None)
+                if message["failed"]:  # its exit code says more
+                    return self._drop()
                 self._take(message.get("carried"))
-                kind, value = "done", None
                 self._state = State.OVER
+                return
             case other:
                 kind, value = "refused", f"a script carries out no command {other!r}"
         self._tell(kind, value)
 
+    def _refused(self, why: str) -> None:
+        self._drop()
+        self._problem = why
+        if not why.startswith("not now"):
+            raise SwarmError(why)
+        self._say_once(f"the peer does not take this script ({why}): trying again")
+
     def _introduce(self, link: Link, spec: dict[str, Any]) -> None:
-        page, anchor = link.descriptors
+        """Tell the peer what is trained. To a peer that knows no model yet, also give the parameters."""
         self._count_of_all()  # it was trained without a link, or for the last one
-        parameters = self._parameters
-        outer, fresh = shared_vector(anchor, parameters.elements)
-        self._shared = Shared(page, parameters.elements, outer)
-        if fresh:
-            outer.zero_()
-            parameters.copy_out(outer, fresh=True)
-            self._shared.local.copy_(outer)
-        self._training = LocalTraining(_ScriptLearner(self._shared.local, parameters.layout), _inner_steps(spec), outer)
-        layout = parameters.layout.fragments
-        self._tell("done", {"layout": layout, "evaluates": self._evaluate is not None})
+        parameters, page = self._parameters, link.descriptors[0]
+        if known := spec["layout"]:
+            parameters.require(known)
+        self._shared = Shared(page, parameters.elements, torch.empty(0))
+        if not known:
+            parameters.copy_out(self._shared.local, fresh=True)
+        self._inner_steps = int(spec["recipe"]["inner_steps"])
+        self._tell("done", {"layout": parameters.layout.fragments, "evaluates": self._evaluate is not None})
         self._state = State.WAITING
+
+    def _map_anchor(self, link: Link) -> None:
+        """Once the peer has written it, which is known by its first command."""
+        parameters, shared = self._parameters, self._shared
+        shared.anchor = read_only_vector(link.descriptors[1], parameters.elements)
+        learner = _ScriptLearner(shared.local, parameters.layout)
+        self._training = LocalTraining(learner, self._inner_steps, shared.anchor)
 
     def _take(self, carried: int | None) -> None:
         if carried is not None:
@@ -513,6 +537,7 @@ class Swarm:
 
     def _begin(self, command: dict[str, Any]) -> None:
         self._round, self._surplus = command["round"], command["surplus"]
+        self._optimizer_steps = 0  # those since the last round were taken alone
         if command["begin"]:
             self._training.begin(self._round)
         self._completed, self._next_report, self._mark = self._training.complete, 0.0, time.perf_counter()
@@ -726,10 +751,6 @@ class _ScriptLearner:
         return math.nan
 
 
-def _inner_steps(spec: dict[str, Any]) -> int:
-    return int(spec["recipe"]["inner_steps"])
-
-
 def _options(**values: object) -> list[str]:
     return [part for name, value in values.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -767,8 +788,10 @@ def _shown_on_bar(metrics: Mapping[str, float], before: str) -> str:
 
 def _ask_to_finish(state_dir: Path | None) -> None:
     """Ask the peer to finish its round and leave. It also ends when this script does."""
+    if state_dir is None:
+        return
     with suppress(OSError, ValueError, TypeError, KeyError), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(2.0)
-        sock.connect(read_json((state_dir or Path()) / "control.json")["socket"])
+        sock.connect(read_json(state_dir / "control.json")["socket"])
         sock.sendall(b'{"do": "finish"}\n')
         sock.recv(1 << 12)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import socket
@@ -22,6 +23,8 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
+
+import torch
 
 from node.network.sockets import socket_directory
 from node.runtime.json_file import replace_private
@@ -34,6 +37,8 @@ from node.training.remote import NOTHING, RemoteTrainer
 from node.training.shared import Shared
 from node.training.worker import MAX_LINE_BYTES
 from protocols.base import Compute, Layout, Vector
+
+log = logging.getLogger(__name__)
 
 FILE = "own-loop.json"
 """In the state directory: where the socket is."""
@@ -109,18 +114,22 @@ class ScriptLink(WorkerProcess):
         self.child.gone.set()
         self._writer.close()
 
-    async def introduce(self, spec: WorkerSpec, anchor: int, sock: socket.socket) -> None:
-        """Send the specification with the descriptors of both memories. The answer is the layout."""
+    async def introduce(self, spec: WorkerSpec, layout: Layout | None, anchor: int, sock: socket.socket) -> None:
+        """Send the specification and the layout that is known, with the descriptors of both memories.
+
+        The answer is the script's layout. The script writes only to the first memory; there are its parameters, if no
+        layout was known.
+        """
         page = shared.create()
+        known = {"layout": layout.fragments if layout else None}
         try:
-            socket.send_fds(sock, [spec.to_json().encode() + b"\n"], [page, anchor])
+            socket.send_fds(sock, [json.dumps(json.loads(spec.to_json()) | known).encode() + b"\n"], [page, anchor])
             async with asyncio.timeout(_HELLO_SECONDS):
                 answer = (await self._next())["done"]
             fragments = answer["layout"]
             self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
             self.evaluates = bool(answer["evaluates"])
-            elements = sum(self.layout.sizes())
-            self.memory = Shared(page, elements, shared.shared_vector(anchor, elements)[0])
+            self.memory = Shared(page, sum(self.layout.sizes()), torch.empty(0))
         finally:
             os.close(page)
 
@@ -145,7 +154,7 @@ class ScriptLink(WorkerProcess):
     async def ask(self, command: dict[str, Any], memory: Shared, on_progress: OnProgress) -> Any:
         """As of a worker. A script that is silent when it is to stop loses its link."""
         self.command = command["do"]
-        self._writer.write(json.dumps(command).encode() + b"\n")
+        self._send(command)
         watch = _Watch(asyncio.get_running_loop().time(), evaluates=self.command == "evaluate")
         while True:
             try:
@@ -168,8 +177,15 @@ class ScriptLink(WorkerProcess):
         self._hang_up()
 
     def refuse(self, why: str) -> None:
-        self._writer.write(json.dumps({"do": "refuse", "why": why}).encode() + b"\n")
+        with suppress(WorkerGone):
+            self._send({"do": "refuse", "why": why})
         self._hang_up()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._writer.write(json.dumps(message).encode() + b"\n")
+        except (OSError, RuntimeError):  # uvloop's way to say that it is closed
+            raise WorkerGone from None
 
 
 class _Watch:
@@ -211,6 +227,7 @@ class ScriptEntrance:
         self._exit = AsyncExitStack()
         self._wanted: asyncio.Future[WorkerProcess] | None = None
         self._layout: Layout | None = None
+        self._anchor: Vector | None = None
         self._spec: WorkerSpec | None = None
 
     async def __aenter__(self) -> Self:
@@ -248,7 +265,7 @@ class ScriptEntrance:
 
     def supervise(self, spec: WorkerSpec, anchor: int) -> ScriptEntrance:
         """From now on, scripts get this specification and the descriptor of the anchor. Returns itself."""
-        self._spec, self._anchor = spec, anchor
+        self._spec, self._descriptor = spec, anchor
         return self
 
     async def start(self) -> WorkerProcess:
@@ -259,8 +276,13 @@ class ScriptEntrance:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(self._listener)
-            reader, writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+                reader, writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
+            except OSError as error:  # out of descriptors, or the script is gone already
+                log.warning("a script cannot attach now: %s", error)
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
             link = ScriptLink(sock, reader, writer)
             if why := await self._judge(link, sock):
                 link.refuse(why)
@@ -283,11 +305,17 @@ class ScriptEntrance:
         if self._wanted is None or self._wanted.done():
             return f"{BUSY}: another script is attached"
         try:
-            await link.introduce(self._spec, self._anchor, sock)
-        except (WorkerGone, WorkerError, TimeoutError, OSError, KeyError, TypeError) as error:
+            await link.introduce(self._spec, self._layout, self._descriptor, sock)
+        except WorkerError as error:
+            return str(error)
+        except (WorkerGone, TimeoutError, OSError, KeyError, TypeError, ValueError) as error:
             return f"the script did not introduce itself ({type(error).__name__})"
         if self._layout not in (None, link.layout):
             return "the model has other parameters than that of the script that attached first: use the same model"
+        if self._anchor is None:  # only this process writes to it
+            self._anchor = shared.shared_vector(self._descriptor, sum(link.layout.sizes()))
+            self._anchor.copy_(link.memory.local)
+        link.memory.anchor = self._anchor
         self._layout = link.layout
         return ""
 
@@ -313,7 +341,7 @@ class ScriptTrainer(RemoteTrainer):
     async def __aexit__(self, *details: object) -> None:
         with suppress(WorkerError, WorkerGone, TimeoutError):
             async with asyncio.timeout(PATIENCE_SECONDS), self._boundary():
-                await self._ask({"do": "end"})
+                await self._ask({"do": "end", "failed": details[0] is not None})
         await super().__aexit__(*details)
 
     def _supervisor_of(self, descriptor: int) -> ScriptEntrance:
@@ -343,7 +371,6 @@ class ScriptTrainer(RemoteTrainer):
         async with self._boundary():
             before, memory = self._shared.local, worker.memory
             await self._compute.run(lambda: memory.local.copy_(before), 4 * len(before))
-            memory.anchor = self._anchor
             memory.attention = self._shared.attention
             self._shared = memory
         self.restarts = 0  # a script that attaches again is no failure of a worker

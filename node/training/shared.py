@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 import tempfile
+import warnings
 
 import torch
 
@@ -32,6 +33,14 @@ def create() -> int:
         return os.dup(file.fileno())
 
 
+def read_only_vector(descriptor: int, elements: int) -> Vector:
+    """The vector of a file that another process has written. Never write to it."""
+    memory = mmap.mmap(descriptor, 4 * elements, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():  # torch knows no tensors that are read only
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(memory, dtype=torch.float32, count=elements)
+
+
 def _mapped(descriptor: int, size: int) -> tuple[mmap.mmap, bool]:
     """The file, which is extended to `size` if it is smaller, and whether it was."""
     fresh = os.fstat(descriptor).st_size < size
@@ -40,10 +49,9 @@ def _mapped(descriptor: int, size: int) -> tuple[mmap.mmap, bool]:
     return mmap.mmap(descriptor, size), fresh
 
 
-def shared_vector(descriptor: int, elements: int) -> tuple[Vector, bool]:
-    """A file that holds one vector, and whether nothing has been written to it yet."""
-    memory, fresh = _mapped(descriptor, 4 * elements)
-    return torch.frombuffer(memory, dtype=torch.float32, count=elements), fresh
+def shared_vector(descriptor: int, elements: int) -> Vector:
+    """A file that holds one vector, and is extended to it."""
+    return torch.frombuffer(_mapped(descriptor, 4 * elements)[0], dtype=torch.float32, count=elements)
 
 
 class Shared:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+import uvloop
 
 from node.tasks.recipe import Recipe
 from node.tasks.spec import LoopValues, WorkerSpec
@@ -48,7 +49,8 @@ class Rounds:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._main())
         except BaseException as error:  # noqa: BLE001 - the test raises it
             self.failure = error
 

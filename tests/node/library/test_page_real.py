@@ -16,7 +16,7 @@ from tests.support.real_swarm import LISTEN, START_SECONDS, RealPeer, RealSwarm,
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(300)]
 SCRIPTS = ("plain", "trainer", "accelerate", "lightning")
-RUN = 'task = "loop"\n[recipe]\ninner_steps = 10\nrounds = 4\n'
+RUN = "[recipe]\ninner_steps = 10\nrounds = 4\n"
 
 
 def scripts() -> dict[str, str]:

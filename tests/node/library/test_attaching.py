@@ -1,0 +1,74 @@
+"""Scripts that attach: those that are refused or die at once leave the run's parameters as they are, and others may
+come.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from node.library import Swarm, SwarmError
+from node.library.link import Link
+from tests.node.library.peer_side import Rounds
+
+
+def model(hidden: int = 6) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 2))
+
+
+def join(directory: Path, module: nn.Module, **more: Any) -> Swarm:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    return Swarm.join(module, optimizer, attach=directory, quiet=True, **more)
+
+
+def train(swarm: Swarm, module: nn.Module, rounds: int) -> None:
+    ended = 0
+    while ended < rounds:
+        module(torch.randn(3, 4)).sum().backward()
+        swarm._optimizer.step()
+        ended += swarm.step(tokens=3).ended
+
+
+@pytest.mark.timeout(60)
+def test_refused_and_dead_scripts_change_nothing(tmp_path: Path) -> None:
+    with Rounds(tmp_path, round_seconds=0.3) as rounds:
+        for _ in range(2):  # dies before it has said anything, and with the descriptors in its hands
+            link = Link.connect(tmp_path)
+            link.receive(2)
+            link.close()
+        first = model()
+        with join(tmp_path, first, join_seconds=20) as swarm:
+            train(swarm, first, 2)
+        start = rounds.anchors[0]
+        with pytest.raises(SwarmError, match=r"has 0\.weight of shape \(9, 4\) where the peer's run has 0\.weight of"):
+            join(tmp_path, model(9), join_seconds=20)
+        last = model()
+        with join(tmp_path, last, join_seconds=20) as swarm:
+            train(swarm, last, 1)
+            number = swarm.step(tokens=0).round
+        flat = torch.cat([each.detach().flatten() for each in last.parameters()])
+        assert any(torch.equal(flat, start + added) for added in range(number + 1)), "the first script's, and the means"
+
+
+@pytest.mark.timeout(60)
+def test_steps_taken_alone_do_not_count_in_the_next_round(tmp_path: Path) -> None:
+    with Rounds(tmp_path, inner_steps=5, round_seconds=30) as rounds:
+        module = model()
+        with join(tmp_path, module) as swarm:
+            swarm._drop()
+            while True:
+                swarm._optimizer.step()
+                if swarm.step(tokens=3).ended:
+                    break
+            swarm._optimizer.step()
+            swarm.step(tokens=3)
+            assert swarm._training._steps == 1 and len(rounds.anchors) == 1
+
+
+def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SwarmError, match="the optimizer trains no parameter of the model"):
+        Swarm.join(model(), torch.optim.SGD(model().parameters(), lr=0.1), attach=tmp_path)
