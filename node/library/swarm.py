@@ -491,12 +491,12 @@ class Swarm:
                 self._take(message.get("carried"))
                 kind, value = self._evaluated()
             case "end":
-                self._tell("done", None)
                 if message["failed"]:  # its exit code says more
+                    self._tell("done", None)
                     return self._drop()
                 self._take(message.get("carried"))
+                kind, value = "done", None
                 self._state = State.OVER
-                return
             case other:
                 kind, value = "refused", f"a script carries out no command {other!r}"
         self._tell(kind, value)

@@ -51,7 +51,9 @@ def test_refused_and_dead_scripts_change_nothing(tmp_path: Path) -> None:
             train(swarm, last, 1)
             number = swarm.step(tokens=0).round
         flat = torch.cat([each.detach().flatten() for each in last.parameters()])
-        assert any(torch.equal(flat, start + added) for added in range(number + 1)), "the first script's, and the means"
+        assert any(torch.allclose(flat, start + added, atol=1e-3) for added in range(number + 1)), (
+            "the first script's, and the means"
+        )
 
 
 @pytest.mark.timeout(60)
