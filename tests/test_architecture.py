@@ -48,7 +48,7 @@ ONLY_IN: dict[str, set[str]] = {
     "blake3": {"protocols/allreduce/parts.py"},
     "hivemind": {"node/network/daemon_connection.py", "node/network/kademlia.py"},
     "protocols.registry.load_averager": PEER,
-    "psutil": {"node/runtime/metrics.py", "node/machine/probes.py"},
+    "psutil": {"node/runtime/metrics.py", "node/runtime/listening.py", "node/machine/probes.py"},
     # the way out; ending a child, and what it has started; a worker that is asked where it stands
     "signal": LIBRARY
     | {"node/session/shutdown.py", "node/training/failure.py"}

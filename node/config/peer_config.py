@@ -261,8 +261,11 @@ class PeerConfig:
     quota: _Quota = setting(
         None, "Send and take at most this much in a day, week or month: 50GB/month.", metavar="SIZE/PERIOD"
     )
-    relay: bool | None = setting(
-        None, "Let others talk through this peer; no limit counts these bytes.", default="only without limits and quota"
+    relay: bool = setting(
+        False,
+        "Let others send data through this peer; no limit counts these bytes.",
+        more="At most 4 GiB and 30 minutes a connection. Without it, a peer with nat only introduces others: 128 KiB "
+        "and two minutes.",
     )
     own_loop: bool = setting(
         False,
@@ -442,12 +445,6 @@ class PeerConfig:
         """What this peer declares to the run as its bandwidth: no more than its limits allow."""
         limits = (self.upload_limit_bytes_per_second, self.download_limit_bytes_per_second)
         return min((self.bandwidth_bytes_per_second, *(each for each in limits if each is not None)))
-
-    @property
-    def relays(self) -> bool:
-        """Whether others may talk through this peer."""
-        limits = (self.upload_limit_bytes_per_second, self.download_limit_bytes_per_second, self.quota)
-        return self.nat and (self.relay if self.relay is not None else not any(limits))
 
 
 SETTINGS: Mapping[str, Setting] = {

@@ -62,6 +62,8 @@ def load_peer(options: Mapping[str, object], environment: Mapping[str, str], fil
         raise ConfigError(f"{origins['announce']}: {what}: also give --listen /ip4/0.0.0.0/tcp/{port}", "announce")
     if origins["page_port"].startswith("flag ") and not config.page:
         raise ConfigError(f"{origins['page_port']}: no page is served: also give --page, or leave it out", "page_port")
+    if config.relay and not config.nat and origins["relay"].startswith("flag "):
+        raise ConfigError(f"{origins['relay']}: {origins['nat']} switches relaying off: leave one of them out", "relay")
     if config.own_loop and (key := next((each for each in _OF_WORKERS if origins[each].startswith("flag ")), "")):
         raise ConfigError(f"{origins[key]}: with --own-loop the script decides that: leave it out", key)
     names = config.devices

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ import psutil
 from node.machine.rules import MachineReadings
 from node.runtime.child_process import ChildProcess
 
+COMMAND = "starling"  # Its script is the second word of the process: the first is Python
 DEFAULT_HIGH_CELSIUS = 90.0  # Limit of a sensor that names none, or one that no working machine has
 PLAUSIBLE_CELSIUS = (1.0, 119.0)  # Sensors that are not connected show values outside of these
 LIMIT_CELSIUS = (60.0, 115.0)
@@ -30,8 +32,8 @@ _AVG10 = re.compile(r"^some avg10=([\d.]+)", re.MULTILINE)
 class MachineProbes:
     """Reads the sensors of one machine, again and again.
 
-    The processor's load is that since the last reading. Processes of `python -m <program>...` count as the peer's own,
-    so that two peers on one machine do not pause each other.
+    The processor's load is that since the last reading. Processes of `python -m <program>...` and of the command count
+    as the peer's own, so that two peers on one machine do not pause each other.
     """
 
     def __init__(self, program: str = "node") -> None:
@@ -77,13 +79,14 @@ class MachineProbes:
         """(pid, processor time so far) of this program's processes, and of p2pd."""
         for process in psutil.process_iter(["cmdline", "cpu_times", "name"]):
             line, times = process.info["cmdline"] or (), process.info["cpu_times"]
-            is_ours = process.info["name"] == "p2pd" or self._is_program(line)
+            is_ours = process.pid == os.getpid() or process.info["name"] == "p2pd" or self._is_program(line)
             if times and is_ours:
                 yield process.pid, times.user + times.system
 
-    def _is_program(self, line: Iterable[str]) -> bool:
+    def _is_program(self, line: Sequence[str]) -> bool:
         modules = [after for each, after in pairwise(line) if each == "-m"]
-        return any(each == self._program or each.startswith(f"{self._program}.") for each in modules)
+        runs = any(each == self._program or each.startswith(f"{self._program}.") for each in modules)
+        return runs or any(Path(each).name == COMMAND for each in line[:2])
 
 
 def _memory_bytes() -> tuple[float, float]:

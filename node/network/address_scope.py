@@ -34,6 +34,17 @@ def scope(address: str) -> Scope:
     return Scope.NETWORK if any(number in each for each in _PRIVATE) else Scope.ANYWHERE
 
 
+def in_network(listen: Sequence[str], hosts: Sequence[str]) -> tuple[str, ...]:
+    """The listen addresses of scope NETWORK with fixed ports; an unspecified one stands for each of this machine's IP
+    addresses, `hosts`.
+    """
+    found: dict[str, None] = {}
+    for _, kind, host, *rest in (address.split("/") for address in listen if address.count("/") > 3):
+        at = [each for each in hosts if (":" in each) == (kind == "ip6")] if host in ("0.0.0.0", "::") else [host]
+        found |= {"/".join(("", kind, each, *rest)): None for each in at if rest[1] != "0"}
+    return tuple(each for each in found if scope(each) == Scope.NETWORK)
+
+
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
     """The addresses that may work from another machine, the most widely valid first: public, relayed, private."""
     ranked = [(scope(address), "/p2p-circuit" in address, address) for address in addresses]

@@ -47,11 +47,13 @@ def arguments(
     listen: Sequence[str],
     announce: Sequence[str] = (),
     nat: bool = False,
-    relay: bool = True,
+    relay: bool = False,
 ) -> list[str]:
     """p2pd's command line. It names no bootstrap peers, because p2pd exits if they are unreachable.
 
-    `nat`: map ports, detect whether this peer is reachable, use relays; `relay`: also relay for others.
+    `nat`: map ports, detect whether this peer is reachable, use relays, and introduce others: p2pd carries 128 KiB and
+    two minutes for each of their connections, without `relayService`, too. `relay`: carry 4 GiB and 30 minutes, once
+    another public peer has found this one reachable.
     """
     flags = {
         "listen": f"/unix{control}",

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 
+from node.network.address_scope import Scope, scope
 from protocols.base import Deadline
 
 SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
@@ -15,9 +16,13 @@ BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten secon
 
 NAMELESS = "its name has no address (DNS): is it spelt right, is its machine or container up, is this machine online?"
 
-_WAITING, _OPENING = "dial backoff", "noise: message is too short"
+_WAITING, _OPENING, _SELF = "dial backoff", "noise: message is too short", "dial to self"
 
 CROSSED = "both sides dialled at the same instant: wait ten seconds; if it stays so, what answers is not a libp2p peer"
+
+_ELSEWHERE = "its private address is this peer's own, too: it is in another home"
+
+_OWN = "this peer itself listens at that address: it is old or mistyped, ask for the present one"
 
 _CLOSED = "it accepts connections and closes them: a starting peer, a proxy, or no peer? is the address right?"
 
@@ -26,7 +31,7 @@ _MEANINGS = (
     ("connection refused", "nothing listens there (connection refused): is the peer running, is the port right?"),
     ("no route to host", "no route leads to it (no route to host): is it an address of another local network?"),
     ("network is unreachable", "no route leads to it (network is unreachable): is this machine online, has it IPv6?"),
-    ("dial to self", "that is this peer itself: give the address of another one"),
+    (_SELF, "that is this peer itself: give the address of another one"),
     ("NO_RESERVATION", "the relay no longer serves the peer: ask the peer for its present address"),
     ("invalid p2p multiaddr", "the relay is not named: it must read …/p2p/<the relay's id>/p2p-circuit/p2p/<peer id>"),
     ("no transport for protocol", "this kind of address is not supported: give one with /tcp/"),
@@ -61,6 +66,8 @@ def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None
             return NAMELESS
     fresh = next((each for each in said.values() if _WAITING not in each), words)
     about = said.get(where, fresh)
+    if where in said and _SELF in about:  # p2pd says so of the address, not of the peer
+        return _ELSEWHERE if scope(where) == Scope.NETWORK else _OWN
     if other := _MISMATCH.search(about):
         return f"another peer answers, {other[1]}: the address is old or mistyped, ask for the present one"
     for sign, what in _MEANINGS:

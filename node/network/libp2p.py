@@ -24,6 +24,7 @@ from multiaddr import Multiaddr
 
 from node.direct.plane import DirectPlane
 from node.direct.routes import Route, host_of, hosts_of
+from node.network.address_scope import in_network
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.dial_errors import (
@@ -39,6 +40,7 @@ from node.network.dial_errors import (
 from node.network.pipe import SocketPipe
 from node.network.sockets import socket_directory
 from node.runtime.identity import Identity
+from node.runtime.listening import interface_hosts
 from node.streams.serving import EndingPipe, Serving
 from node.streams.traffic import Traffic
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
@@ -74,7 +76,7 @@ class LibP2PTransport:
         kept: tuple[str, ...] = (),  # `listening` of an earlier incarnation: ports that others may know
         announce: tuple[str, ...] = (),  # instead of the addresses that p2pd finds; they need fixed ports
         nat: bool = False,  # map ports on the router, detect whether this peer is reachable, use relays
-        relay: bool = True,  # with `nat`: serve as a relay, too. What p2pd relays is not counted, and under no cap
+        relay: bool = False,  # with `nat`: relay data, too. What p2pd relays is not counted, and under no cap
         max_streams: int = 1024,
         max_streams_per_peer: int = 128,
         direct_methods: Container[str] | None = None,  # whose streams go directly if they can; None: no direct plane
@@ -132,6 +134,13 @@ class LibP2PTransport:
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs at which p2pd believes it can be reached now; none while it is down."""
         return tuple(f"{address}/p2p/{self.me}" for address in self._link.addresses) if self._link else ()
+
+    @property
+    def hidden_addresses(self) -> tuple[str, ...]:
+        """Multiaddrs for peers of the same network, which p2pd does not name if there are addresses to announce."""
+        if not self._announce or not self._link:
+            return ()
+        return tuple(f"{address}/p2p/{self.me}" for address in in_network(self.listening, interface_hosts()))
 
     @property
     def daemon_pid(self) -> int | None:

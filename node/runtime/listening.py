@@ -1,4 +1,4 @@
-"""Sockets that listen on several addresses of this machine, at the same port."""
+"""Sockets that listen on several addresses of this machine, at the same port, and what addresses it has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ import errno
 import socket
 from collections.abc import Sequence
 
+import psutil
+
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _PORT_ATTEMPTS = 8
+
+
+def interface_hosts() -> tuple[str, ...]:
+    """IP addresses of this machine's network interfaces that are up; none if the system does not tell."""
+    try:
+        up = [name for name, each in psutil.net_if_stats().items() if each.isup]
+        addresses = psutil.net_if_addrs()
+    except (psutil.Error, OSError):
+        return ()
+    found = (each for name in up for each in addresses.get(name, ()))
+    return tuple(each.address.partition("%")[0] for each in found if each.family in (socket.AF_INET, socket.AF_INET6))
 
 
 def listen(hosts: Sequence[str], port: int, backlog: int) -> list[socket.socket]:

@@ -174,7 +174,7 @@ async def open_session(
             await checkpoints.published()
 
         beside = [
-            discover(membership, directory, peer.me.peer, tracker.addresses),
+            discover(membership, directory, peer.me.peer, tracker.greeted_addresses),
             peer.pauses.run(),
             MachineMonitor(machine_rules(config), peer.files, peer.pauses.wish, peer.limits.quota).run(),
             SleepGuard(save).run(),
@@ -203,7 +203,7 @@ def _membership(
         run=key.run,
         nonce=secrets.randbits(63),
         nickname=tracker.nickname,
-        addresses=lambda: [address.rpartition("/p2p/")[0] for address in tracker.addresses()],
+        addresses=lambda: [address.rpartition("/p2p/")[0] for address in tracker.greeted_addresses()],
         round=lambda: history.head.key.round,
         stage=LocalStage(entrance.seat, entrance.seats.judge) if entrance else None,
     )

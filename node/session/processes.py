@@ -66,7 +66,7 @@ class PeerProcesses:
             kept=state.listening(config.listen),
             announce=config.announce,
             nat=config.nat,
-            relay=config.relays,
+            relay=config.relay,
             direct_methods=None if config.direct_port == "off" else BULK_METHODS,
             direct_port=0 if config.direct_port == "off" else config.direct_port,
             traffic=self.limits.traffic,

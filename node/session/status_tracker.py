@@ -111,6 +111,10 @@ class StatusTracker:
         found = self.transport.addresses if self.transport else ()
         return shareable(found) or found
 
+    def greeted_addresses(self) -> Sequence[str]:
+        """What other peers are told: also the private addresses that announced ones hide from the join line."""
+        return (*self.addresses(), *(self.transport.hidden_addresses if self.transport else ()))
+
     def pids(self) -> Sequence[int]:
         if not self._in_session or not self.transport:
             return (os.getpid(),)

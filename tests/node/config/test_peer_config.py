@@ -213,7 +213,7 @@ def test_misspelt_key_is_an_error_in_any_source(file: Path) -> None:
         ("1GB/h", "is not a data rate"), (True, "is not a data rate"),
     ],
 )  # fmt: skip
-def test_caps_bound_the_claim_and_the_relay(text: object, rate: float | str) -> None:
+def test_caps_bound_the_claim(text: object, rate: float | str) -> None:
     given = {"download_limit_bytes_per_second": text}
     if isinstance(rate, str):
         with pytest.raises(ConfigError, match=rf"^flag --download-limit: .* {rate}.* try 1\.5MB"):
@@ -221,8 +221,13 @@ def test_caps_bound_the_claim_and_the_relay(text: object, rate: float | str) -> 
         return
     config = load_peer(given, {}, None)
     assert config.download_limit_bytes_per_second == config.claim_bytes_per_second == rate
-    assert load_peer({}, {}, None).relays and not config.relays
-    assert load_peer(given, {"NODE_RELAY": "true"}, None).relays
+
+
+def test_relaying_needs_nat() -> None:
+    line = peer_refusal({"relay": True}, {"NODE_NAT": "false"})
+    assert line.startswith("flag --relay: NODE_NAT switches relaying off")
+    for_all = load_peer({"nat": False}, {"NODE_RELAY": "true"}, None)  # the variable of many peers
+    assert for_all.relay and not load_peer({}, {}, None).relay
 
 
 @pytest.mark.parametrize("text, quota", [("50GB/month", "50000000000B/month"), ("5 gb / Week", "5000000000B/week")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -34,6 +35,13 @@ def test_others_load_leaves_out_this_program(tmp_path: Path) -> None:
     finally:
         own.kill()
         own.wait()
+
+
+def test_this_process_and_the_command_are_not_other_programs() -> None:
+    probes = MachineProbes("another")
+    assert os.getpid() in dict(probes._own_seconds())
+    assert probes._is_program(["/venv/bin/python", "/venv/bin/starling", "join"])
+    assert not probes._is_program(["vi", "notes", "starling"])
 
 
 def test_memory_of_this_machine_is_known() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from node.network.address_scope import shareable
+from node.network.address_scope import in_network, shareable
 from node.network.daemon import with_ports
 from node.network.dial_errors import NAMELESS, is_silent, meaning, missing, stands_for
 
@@ -34,6 +34,13 @@ def test_shareable_addresses_exclude_local_and_sort_public_first() -> None:
     assert shareable(worthless) == ()
 
 
+def test_private_listen_addresses_stand_beside_announced_ones() -> None:
+    listen = ("/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4001", "/ip4/10.0.0.7/tcp/1", "/ip4/192.168.1.5/tcp/0", "/unix/x")
+    hosts = ("127.0.0.1", "192.168.1.5", "8.8.8.8", "fe80::1", "fd00::2", "::1")
+    found = ("/ip4/192.168.1.5/tcp/4001", "/ip6/fd00::2/tcp/4001", "/ip4/10.0.0.7/tcp/1")
+    assert in_network(listen, hosts) == found
+
+
 def test_p2pd_errors_are_translated() -> None:
     words = "all dials failed\n  * [/ip4/1.1.1.1/tcp/1] dial backoff\n  * [/ip4/2.2.2.2/tcp/1] connection refused"
     assert "failed a moment ago" in meaning(words, "/ip4/1.1.1.1/tcp/1")
@@ -44,6 +51,11 @@ def test_p2pd_errors_are_translated() -> None:
         assert is_silent(silent) and "no answer" in meaning(silent)
     assert not is_silent(words)
     assert "not a libp2p peer" in meaning("failed to negotiate security protocol: message has no trailing newline")
+    itself = "all dials failed\n  * [{0}] dial to self attempted".format
+    elsewhere = "/ip4/192.168.1.5/tcp/4001"  # another peer's, in a home that numbers its machines as this one does
+    assert "it is in another home" in meaning(itself(elsewhere), elsewhere)
+    assert "this peer itself listens" in meaning(itself("/ip4/8.8.8.8/tcp/1"), "/ip4/8.8.8.8/tcp/1")
+    assert "that is this peer itself" in meaning("dial to self attempted", elsewhere)
     closed = "failed to negotiate security protocol: EOF"
     assert "accepts connections and closes them" in meaning(closed)
     assert meaning("something\nnew") == "something" and meaning("") == "p2pd gave no reason"
