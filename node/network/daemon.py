@@ -13,11 +13,15 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
+from node.network.address_scope import Scope, scope
 from node.runtime.child_process import ChildProcess
+from node.runtime.identity import is_peer_id
+from protocols.base import PeerId
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +30,11 @@ _GOGC = "50"
 """Go's garbage collector target, in percent. p2pd keeps 23 MB alive, nearly all of it a table of the world's networks,
 and each stream leaves 64 KB of garbage. Go's default, 100, collects when the heap has doubled. At 50 p2pd takes 15 MB
 less, for 0.1 ms a stream."""
+
+
+_MAX_RELAYS, _MAX_RELAYS_OF_PEER = 8, 2
+_MAX_CONSIDERED = 1024
+_CIRCUIT = "/p2p-circuit"
 
 
 class DaemonError(Exception):
@@ -41,6 +50,36 @@ def binary() -> Path:
     return path
 
 
+_RELAY = re.compile(
+    r"/(?P<kind>ip4|ip6|dns[46]?)/(?P<host>[\w.:-]{1,253})/tcp/(?P<port>\d{1,5})/p2p/(?P<peer>\w+)", re.ASCII
+)
+
+
+def known_relays(addresses: Iterable[str], me: PeerId) -> tuple[str, ...]:
+    """Public addresses, and the relays of circuits, among the known addresses of peers: at most 8, two for each peer.
+
+    A peer that has a circuit cannot be dialled itself. p2pd panics on an address that it cannot read, so each is read
+    here.
+    """
+    known = list(islice(addresses, _MAX_CONSIDERED))
+    behind = {each.rpartition("/p2p/")[2] for each in known if _CIRCUIT in each} | {me}
+    found: dict[str, PeerId] = {}
+    for address in (each.partition(_CIRCUIT)[0] for each in known):
+        peer = _relay(address)
+        if peer and peer not in behind and [*found.values()].count(peer) < _MAX_RELAYS_OF_PEER:
+            found[address] = peer
+    return tuple(found)[:_MAX_RELAYS]
+
+
+def _relay(address: str) -> PeerId:
+    """The peer at a public address; empty if it is not one."""
+    parts = _RELAY.fullmatch(address)
+    if parts is None or not 0 < int(parts["port"]) < 1 << 16 or not is_peer_id(parts["peer"]):
+        return ""
+    fits = parts["kind"].startswith("dns") or (":" in parts["host"]) == (parts["kind"] == "ip6")
+    return parts["peer"] if fits and scope(address) == Scope.ANYWHERE else ""
+
+
 def arguments(
     control: Path,
     identity: Path,
@@ -48,12 +87,14 @@ def arguments(
     announce: Sequence[str] = (),
     nat: bool = False,
     relay: bool = False,
+    relays: Sequence[str] = (),
 ) -> list[str]:
     """p2pd's command line. It names no bootstrap peers, because p2pd exits if they are unreachable.
 
     `nat`: map ports, detect whether this peer is reachable, use relays, and introduce others: p2pd carries 128 KiB and
     two minutes for each of their connections, without `relayService`, too. `relay`: carry 4 GiB and 30 minutes, once
-    another public peer has found this one reachable.
+    another public peer has found this one reachable. `relays`: multiaddrs of relays to use, as `known_relays` makes
+    them. Without any, p2pd looks for some, and waits until it has found four, or for three minutes.
     """
     flags = {
         "listen": f"/unix{control}",
@@ -71,6 +112,8 @@ def arguments(
     }
     if announce:
         flags["announceAddrs"] = ",".join(announce)
+    if nat and relays:  # p2pd panics on an empty list
+        flags |= {"relayDiscovery": 0, "trustedRelays": ",".join(relays)}
     return [f"-{name}={value}" for name, value in flags.items()]
 
 

@@ -3,9 +3,9 @@
 One libp2p protocol carries all methods (`node.streams.serving`). So a new method needs no request to the daemon, and
 each failure to open a stream, except a missed deadline, is definite.
 
-The option `nat` was tested only on one machine: a peer that listens nowhere, and whose p2pd was set to treat it as
-unreachable, was reached through relays within seconds. This needs four peers that can serve as relays; with fewer, p2pd
-waits for three minutes. That p2pd detects this by itself, maps ports and punches holes is libp2p's claim, and untested.
+With the option `nat`, peers behind routers reach each other through a peer that both can dial: p2pd finds out by itself
+that a peer cannot be dialled, and reserves a place at one of the `relays` within half a minute (tests/faults/pairs.py).
+That p2pd maps ports is libp2p's claim, and untested. Its hole punching does not work with so few peers.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class LibP2PTransport:
         announce: tuple[str, ...] = (),  # instead of the addresses that p2pd finds; they need fixed ports
         nat: bool = False,  # map ports on the router, detect whether this peer is reachable, use relays
         relay: bool = False,  # with `nat`: relay data, too. What p2pd relays is not counted, and under no cap
+        relays: tuple[str, ...] = (),  # with `nat`: multiaddrs of peers through which others may find this one
         max_streams: int = 1024,
         max_streams_per_peer: int = 128,
         direct_methods: Container[str] | None = None,  # whose streams go directly if they can; None: no direct plane
@@ -88,7 +89,7 @@ class LibP2PTransport:
         self.restarts = 0  # how often p2pd died and was started again
         self.traffic = traffic or Traffic()
         self._identity, self._wanted_listen, self._kept, self._announce = identity, listen, kept, announce
-        self._nat, self._relay, self._runtime_directory = nat, relay, runtime_directory
+        self._nat, self._relay, self._relays, self._runtime_directory = nat, relay, relays, runtime_directory
         self._direct_methods, self._direct_port = direct_methods, direct_port
         self._serving = Serving(max_streams, max_streams_per_peer, self.traffic)
         self.refused: Counter[tuple[PeerId, str]] = self._serving.refused
@@ -302,7 +303,8 @@ class LibP2PTransport:
 
     async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
         control = self._directory / "control"
-        command = arguments(control, self._identity.path, listen, self._announce, self._nat, self._relay)
+        identity, announce = self._identity.path, self._announce
+        command = arguments(control, identity, listen, announce, self._nat, self._relay, self._relays)
         self._link = await DaemonConnection.start(command, control, self.me, self._incoming)
         return self._link
 

@@ -49,6 +49,13 @@ def public_key_of(peer: PeerId) -> bytes:
     return key
 
 
+def is_peer_id(text: str) -> bool:
+    try:
+        return bool(public_key_of(text))
+    except ValueError:
+        return False
+
+
 @lru_cache(maxsize=1024)  # a tenth of the time of a verification goes into reading the id
 def _key_of(peer: PeerId) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(public_key_of(peer))

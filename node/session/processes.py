@@ -12,11 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from node.config.multiaddrs import FILE_SIGN
 from node.config.peer_config import PeerConfig
 from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.machine.probes import hottest_celsius
 from node.network.address_scope import Scope, scope
+from node.network.daemon import known_relays
 from node.network.libp2p import LibP2PTransport
 from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed
@@ -60,17 +62,6 @@ class PeerProcesses:
         channel or the quota asks the peer to finish, with a reason if it has one.
         """
         config, state, tracker, say = self.config, self.state, self.tracker, self.view.say
-        libp2p = LibP2PTransport(
-            state.identity,
-            listen=config.listen,
-            kept=state.listening(config.listen),
-            announce=config.announce,
-            nat=config.nat,
-            relay=config.relay,
-            direct_methods=None if config.direct_port == "off" else BULK_METHODS,
-            direct_port=0 if config.direct_port == "off" else config.direct_port,
-            traffic=self.limits.traffic,
-        )
         tracker.pauses = self.pauses = PauseController(state.path, self.clock, say)
         command = partial(carry_out, finish=on_asked, pauses=self.pauses, limits=self.limits)
         async with (
@@ -80,13 +71,36 @@ class PeerProcesses:
             self.files,
             ControlServer(state.path, tracker.status, command),
             self.limits.kept(say, on_asked),
-            libp2p as self.transport,
+            await self._transport() as self.transport,
             self._bootstrap_client(judge) as self.bootstrap,
             self._page(command) if config.page else nullcontext(),
         ):
-            await self.disk.run(partial(state.listens, config.listen, libp2p.listening), 0)
-            tracker.transport = libp2p
+            await self.disk.run(partial(state.listens, config.listen, self.transport.listening), 0)
+            tracker.transport = self.transport
             yield
+
+    async def _transport(self) -> LibP2PTransport:
+        config, state = self.config, self.state
+        return LibP2PTransport(
+            state.identity,
+            listen=config.listen,
+            kept=state.listening(config.listen),
+            announce=config.announce,
+            nat=config.nat,
+            relay=config.relay,
+            relays=known_relays([*await self._given_addresses(), *state.addresses()], self.me.peer),
+            direct_methods=None if config.direct_port == "off" else BULK_METHODS,
+            direct_port=0 if config.direct_port == "off" else config.direct_port,
+            traffic=self.limits.traffic,
+        )
+
+    async def _given_addresses(self) -> list[str]:
+        """Those that the user gave, and those that files hold now."""
+        found: list[str] = []
+        for each in self.config.bootstrap:
+            content = await self._read_addresses(Path(each[1:])) if each.startswith(FILE_SIGN) else None
+            found += content.addresses if isinstance(content, AddressLine) else () if content else [each]
+        return found
 
     def _bootstrap_client(self, judge: Callable[[RunInfo], None]) -> BootstrapClient:
         connect, ask = self.transport.connect, partial(ask_run, self.transport)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from node.network.address_scope import in_network, shareable
-from node.network.daemon import with_ports
+from node.network.daemon import arguments, known_relays, with_ports
 from node.network.dial_errors import NAMELESS, is_silent, meaning, missing, stands_for
+from node.runtime.identity import peer_id_of
 
 
 def test_shareable_addresses_exclude_local_and_sort_public_first() -> None:
@@ -88,6 +90,29 @@ def test_missing_lists_listen_addresses_not_obtained() -> None:
     assert missing(("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/tcp/4001", "/dns4/x/tcp/1"), found) == ()
     absent = ("/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/4002", "/ip4/10.9.9.9/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
     assert missing(absent, found) == absent
+
+
+def test_known_relays_are_public_and_readable_by_p2pd() -> None:
+    peers = [peer_id_of(bytes([number]) * 32) for number in range(5)]
+    me, a, b, c, behind = peers
+    good = [f"/ip4/8.8.8.8/tcp/4001/p2p/{a}", f"/ip6/2001:db9::1/tcp/1/p2p/{a}", f"/dns4/example.org/tcp/1/p2p/{b}"]
+    bad = [
+        *(f"/ip4/8.8.8.8/tcp/1/p2p/{each}" for each in (me, a[:-1], f"{a}x", f"Qm{a[8:]}")),
+        *(f"/ip4/{each}/p2p/{c}" for each in ("10.0.0.1/tcp/1", "8.8.8/tcp/1", "2001:db9::1/tcp/1", "8.8.8.8/tcp/0")),
+        *(f"/ip4/8.8.8.8/{each}/p2p/{c}" for each in ("tcp/65536", "udp/1/quic-v1", "tcp/1/ws", "tcp/٣", "tcp/1,x")),
+        f"/ip4/8.8.8.8/tcp/2/p2p/{a}",  # a third one of this peer
+        f"/ip4/8.8.4.4/tcp/1/p2p/{behind}",
+        "",
+        "junk",
+    ]
+    circuit = f"/ip4/1.1.1.1/tcp/1/p2p/{c}/p2p-circuit/p2p/{behind}"
+    assert known_relays([*good, *bad, circuit], me) == (*good, circuit.partition("/p2p-circuit")[0])
+    assert known_relays((f"/ip4/8.8.8.{n}/tcp/1/p2p/{peer_id_of(bytes([n]) * 32)}" for n in range(99)), me)[7:] == (
+        f"/ip4/8.8.8.8/tcp/1/p2p/{peer_id_of(bytes([8]) * 32)}",
+    )
+    words = " ".join(arguments(Path("/c"), Path("/i"), [], nat=True, relays=good))
+    assert f"-relayDiscovery=0 -trustedRelays={','.join(good)}" in words
+    assert not any("trusted" in each for each in arguments(Path("/c"), Path("/i"), [], nat=True))
 
 
 def test_open_ports_are_filled_in_from_found_addresses() -> None:

@@ -301,8 +301,7 @@ class TestNat:
         # Neither of the two can be dialled by the other. The relay is named to them, because p2pd's own search
         # for one takes from seconds to minutes.
         extra[:] = ["-noListenAddrs=1", "-forceReachabilityPrivate=1"]
-        extra.extend(["-relayDiscovery=0", f"-trustedRelays={relay.addresses[0]}"])
-        a, b = await make(nat=True), await make(nat=True)
+        a, b = [await make(nat=True, relays=relay.addresses[:1]) for _ in "ab"]
         b.serve("echo", echo)
         for peer in (a, b):
             await peer.connect(relay.addresses[0], soon())
