@@ -31,7 +31,7 @@ QUEUE_MILLISECONDS = 200
 BURST_SECONDS = 0.02
 LEAST_BURST_BYTES = 3_200
 """Two frames; a burst below one frame would block the line."""
-_ROUTER = "10.77.0.1"
+_NET = "10.77.0"
 _TOOLS = ("ip", "tc", "iptables", "iptables-restore", "nsenter")
 _GSO_SEGMENTS = 65_535
 
@@ -122,11 +122,7 @@ class Place:
     name: str
     namespace: str
     line: int
-    number: int
-
-    @property
-    def address(self) -> str:
-        return f"10.77.0.{self.number}"
+    address: str
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -145,17 +141,18 @@ class Namespaces:
     connections, too. Methods raise `CommandFailed`, and ValueError for unknown peers and impossible amounts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, net: str = _NET) -> None:
+        """`net`: the first three numbers of all addresses."""
         self.places: dict[str, Place] = {}
         self._faults: tuple[Fault, ...] = ()
         self._moved = 0
+        self._net, self._gateway = net, f"{net}.1"
         self._router = f"starling-{uuid.uuid4().hex[:8]}"
 
     def __enter__(self) -> Self:
         try:
-            _run("ip", "netns", "add", self._router)
-            forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
-            _run("ip", "netns", "exec", self._router, "sh", "-c", forward)
+            run("ip", "netns", "add", self._router)
+            forwards(self._router)
         except BaseException:
             with suppress(CommandFailed):  # the first failure is the one to tell
                 self._clear()
@@ -173,28 +170,28 @@ class Namespaces:
     def redirect(self, port: int) -> None:
         """Every connection that a peer opens to another from now on goes to this port on the router."""
         rule = ("PREROUTING", "-p", "tcp", "-j", "REDIRECT", "--to-ports", str(port))
-        _run(*self.inside, "iptables", "-w", "5", "-t", "nat", "-A", *rule)
+        run(*self.inside, "iptables", "-w", "5", "-t", "nat", "-A", *rule)
 
     def add(self, name: str) -> Place:
         """A place for one more peer; of the faults there are, it meets those that concern all."""
         if name in self.places or len(self.places) == MOST_PLACES:
             raise ValueError(f"there is no room for {name!r}: it is there already, or {MOST_PLACES} others are")
         number = len(self.places) + 2
-        place = Place(name, f"{self._router}-{name}", number, number)
-        _run("ip", "netns", "add", place.namespace)
+        place = Place(name, f"{self._router}-{name}", number, f"{self._net}.{number}")
+        run("ip", "netns", "add", place.namespace)
         router = (
             f"link add {place.device} type veth peer name line netns {place.namespace}\n"
-            f"address add {_ROUTER} peer {place.address} dev {place.device}\n"
+            f"address add {self._gateway} peer {place.address} dev {place.device}\n"
             f"link set dev {place.device} addrgenmode none up\n"
         )
         peer = (
             "link set dev lo up\n"
-            f"address add {place.address} peer {_ROUTER} dev line\n"
+            f"address add {place.address} peer {self._gateway} dev line\n"
             f"link set dev line addrgenmode none {framing(self._faults)} up\n"
-            f"route add default via {_ROUTER}\n"
+            f"route add default via {self._gateway}\n"
         )
-        _run("ip", "-n", self._router, "-batch", "-", given=router)
-        _run("ip", "-n", place.namespace, "-batch", "-", given=peer)
+        run("ip", "-n", self._router, "-batch", "-", given=router)
+        run("ip", "-n", place.namespace, "-batch", "-", given=peer)
         self.places[name] = place
         return place
 
@@ -205,18 +202,19 @@ class Namespaces:
             raise ValueError(f"{name!r} cannot move: there is a fault, or no address left")
         self._moved += 1
         old = self.places[name]
-        place = self.places[name] = replace(old, number=MOST_PLACES + 2 - self._moved)
+        address = f"{self._net}.{MOST_PLACES + 2 - self._moved}"
+        place = self.places[name] = replace(old, address=address)
         router = (
-            f"address delete {_ROUTER} peer {old.address} dev {old.device}\n"
-            f"address add {_ROUTER} peer {place.address} dev {old.device}\n"
+            f"address delete {self._gateway} peer {old.address} dev {old.device}\n"
+            f"address add {self._gateway} peer {place.address} dev {old.device}\n"
         )
         peer = (  # in this order: with the first of two addresses towards one peer the kernel removes the other
-            f"address delete {old.address} peer {_ROUTER} dev line\n"
-            f"address add {place.address} peer {_ROUTER} dev line\n"
-            f"route replace default via {_ROUTER}\n"
+            f"address delete {old.address} peer {self._gateway} dev line\n"
+            f"address add {place.address} peer {self._gateway} dev line\n"
+            f"route replace default via {self._gateway}\n"
         )
-        _run("ip", "-n", self._router, "-batch", "-", given=router)
-        _run("ip", "-n", old.namespace, "-batch", "-", given=peer)
+        run("ip", "-n", self._router, "-batch", "-", given=router)
+        run("ip", "-n", old.namespace, "-batch", "-", given=peer)
         return place
 
     def part(self, one: Collection[str], other: Collection[str]) -> Cut:
@@ -253,9 +251,9 @@ class Namespaces:
 
     def felt(self) -> int:
         """The number of packets that a rule dropped or a slow line delayed since the faults last changed."""
-        rules = _run("ip", "netns", "exec", self._router, "iptables", "-w", "5", "-nvxL", "FORWARD")
+        rules = run("ip", "netns", "exec", self._router, "iptables", "-w", "5", "-nvxL", "FORWARD")
         dropped = sum(int(line.split()[0]) for line in rules.splitlines() if " DROP " in line or " REJECT " in line)
-        lines = _run("tc", "-n", self._router, "-s", "qdisc")
+        lines = run("tc", "-n", self._router, "-s", "qdisc")
         return dropped + sum(int(each) for each in re.findall(r"overlimits (\d+)", lines))
 
     def _cut(self, sources: Collection[str], targets: Collection[str], both: bool) -> Cut:
@@ -279,23 +277,23 @@ class Namespaces:
         if (rules := table(faults, addresses)) != table(self._faults, addresses):
             if (frames := framing(faults)) != framing(self._faults):
                 for place in self.places.values():
-                    _run("ip", "-n", place.namespace, "link", "set", "dev", "line", *frames.split())
-            _run("ip", "netns", "exec", self._router, "iptables-restore", "-w", "5", given=rules)
+                    run("ip", "-n", place.namespace, "link", "set", "dev", "line", *frames.split())
+            run("ip", "netns", "exec", self._router, "iptables-restore", "-w", "5", given=rules)
         before, after = rates(self._faults), rates(faults)
         changed = [self.places[name] for name in before | after if before.get(name) != after.get(name)]
         for place in changed:
-            _run("tc", "-n", place.namespace, "-batch", "-", given=shaping("line", after.get(place.name)))
+            run("tc", "-n", place.namespace, "-batch", "-", given=shaping("line", after.get(place.name)))
         if changed:
             lines = "".join(shaping(place.device, after.get(place.name)) for place in changed)
-            _run("tc", "-n", self._router, "-batch", "-", given=lines)
+            run("tc", "-n", self._router, "-batch", "-", given=lines)
         self._faults = faults
 
     def _clear(self) -> None:
         self.places, self._faults = {}, ()
-        names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
+        names = [line.split()[0] for line in run("ip", "netns", "list").splitlines()]
         mine = [f"netns delete {name}\n" for name in names if name.startswith(self._router)]
         if mine:
-            _run("ip", "-force", "-batch", "-", given="".join(mine))
+            run("ip", "-force", "-batch", "-", given="".join(mine))
 
 
 def why_not() -> str:
@@ -317,7 +315,13 @@ def why_not() -> str:
     return ""
 
 
-def _run(*command: str, given: str | None = None) -> str:
+def forwards(namespace: str) -> None:
+    """Make a namespace a router."""
+    run("ip", "netns", "exec", namespace, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+
+
+def run(*command: str, given: str | None = None) -> str:
+    """The output of a command; raises `CommandFailed`."""
     try:
         done = subprocess.run(command, input=given or "", capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

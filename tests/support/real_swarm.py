@@ -68,6 +68,7 @@ class RealPeer:
         address: the address at which others can dial it, once it is known.
         inside: a prefix of the command that keeps the process id: `nice`, `ip netns exec …`.
         listen: the multiaddr that it listens on.
+        nat: whether it may use relays and map ports.
         environment: additional environment variables, for every start.
         program: the module that is run.
         modules: what the peer's process has loaded when it begins, to save the time.
@@ -78,6 +79,7 @@ class RealPeer:
         self.modules: tuple[str, ...] = ()
         self.inside: tuple[str, ...] = ()
         self.listen = LISTEN
+        self.nat = False
         self.environment: dict[str, str] = {}
         self.name, self.directory = name, home / name
         self.id = self.address = ""
@@ -92,7 +94,7 @@ class RealPeer:
     def start(self, *arguments: str, threads: bool = True) -> Self:
         """Run `join` with these arguments; its output is appended to the log."""
         words = ["join", "--state-dir", str(self.directory), "--listen", self.listen, "--nickname", self.name]
-        words += ["--no-nat", "--json", *(("--threads", "1") if threads else ()), *arguments]
+        words += ["--nat" if self.nat else "--no-nat", "--json", *(("--threads", "1") if threads else ()), *arguments]
         given = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
         environment = given | {MARK: self._mark, "PYTHONPATH": str(REPOSITORY)} | self.environment
         with self._log.open("ab") as log, self._out.open("ab") as out:

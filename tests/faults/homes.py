@@ -1,0 +1,78 @@
+"""Homes in a network of namespaces: a host behind a router that translates addresses, as most volunteers have.
+
+    host 192.168.1.5 line ═════ lan 192.168.1.1 home 192.52.193.3 line ═════ line3 192.52.193.1
+                                                                               outer router
+    public peer                                      192.52.193.2 line ═════ line2
+
+The router is the home's place in the network, so that faults, which are by place, meet it. All homes number their hosts
+alike. libp2p takes the outer addresses for public, which it does not with those for documentation.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from tests.faults.network import Namespaces, Place, forwards, run
+
+OUTER = "192.52.193"
+_HOST = 5
+_KNOWN = "-m conntrack ! --ctstate ESTABLISHED,RELATED,DNAT"
+
+
+class Router(StrEnum):
+    """What a router does with addresses and ports of connections. None lets a connection in, except the full cone."""
+
+    PORT_KEEPING = "port-keeping"  # a connection keeps its port, if that is free
+    SYMMETRIC = "symmetric"  # a random port for each connection
+    REFUSING = "refusing"  # keeps ports; answers a connection from outside with a reset
+    FULL_CONE = "full cone"  # keeps ports; forwards all connections from outside to the host
+    CGNAT = "CGNAT"  # two that keep ports, one behind the other: the home's, and the provider's
+
+
+def rules(router: Router, host: str) -> str:
+    """For `iptables-restore` on the router, whose outer line is `line`."""
+    random = " --random-fully" if router is Router.SYMMETRIC else ""
+    nat = [f"-A POSTROUTING -o line -j MASQUERADE{random}"]
+    if router is Router.FULL_CONE:
+        nat.append(f"-A PREROUTING -i line -p tcp --dport 1024:65535 -j DNAT --to {host}")
+    verdicts = ["-j DROP"]
+    if router is Router.REFUSING:
+        verdicts.insert(0, "-p tcp -j REJECT --reject-with tcp-reset")
+    dropped = [f"-A {chain} -i line {_KNOWN} {verdict}" for chain in ("FORWARD", "INPUT") for verdict in verdicts]
+    return "\n".join(["*nat", *nat, "COMMIT", "*filter", *dropped, "COMMIT", ""])
+
+
+class Homes(Namespaces):
+    """Public places (`add`) and homes (`home`)."""
+
+    def __init__(self) -> None:
+        super().__init__(OUTER)
+
+    def home(self, name: str, router: Router) -> Place:
+        """A host in a new home; its router has the public address."""
+        box = self.add(name).namespace
+        if router is Router.CGNAT:
+            box = self._inside(box, f"{name}-box", "100.64.0", 2, Router.PORT_KEEPING).namespace
+            router = Router.PORT_KEEPING
+        return self._inside(box, f"{name}-host", "192.168.1", _HOST, router)
+
+    def _inside(self, gateway: str, name: str, net: str, number: int, router: Router) -> Place:
+        """A new namespace behind this one, which becomes its router."""
+        place = Place(name, f"{self._router}-{name}", 0, f"{net}.{number}")
+        run("ip", "netns", "add", place.namespace)
+        outside = (
+            f"link add lan type veth peer name line netns {place.namespace}\n"
+            f"address add {net}.1/24 dev lan\n"
+            "link set dev lan addrgenmode none up\n"
+        )
+        within = (
+            "link set dev lo up\n"
+            f"address add {place.address}/24 dev line\n"
+            "link set dev line addrgenmode none up\n"
+            f"route add default via {net}.1\n"
+        )
+        run("ip", "-n", gateway, "-batch", "-", given=outside)
+        run("ip", "-n", place.namespace, "-batch", "-", given=within)
+        run("ip", "netns", "exec", gateway, "iptables-restore", "-w", "5", given=rules(router, place.address))
+        forwards(gateway)
+        return place
