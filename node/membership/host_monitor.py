@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from node.network.address_scope import Scope, scope, undialled
 from protocols.base import Clock
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ IGNORED_SKEW_SECONDS = 5.0  # a smaller difference between two peers' clocks is 
 class TimeJump:
     seconds: float
     line: str = ""
+    anew: bool = False  # this peer has to greet all peers again
 
 
 class SuspendDetector:
@@ -43,12 +45,17 @@ class SuspendDetector:
         if first:
             return None
         if jump >= JUMP_SECONDS:
-            return TimeJump(jump + late, f"this machine slept for {_long(jump + late)}, or its clock was set: {_ANEW}")
+            line = f"this machine slept for {_long(jump + late)}, or its clock was set: {_ANEW}"
+            return TimeJump(jump + late, line, anew=True)
         if jump <= -JUMP_SECONDS:
-            return TimeJump(-jump, f"this machine's clock was set back by {_long(-jump)}: {_ANEW}")
+            return TimeJump(-jump, f"this machine's clock was set back by {_long(-jump)}: {_ANEW}", anew=True)
         if late >= ASLEEP_SECONDS:
-            return TimeJump(late, f"this peer was stopped for {_long(late)}: {_ANEW}")
+            return TimeJump(late, f"this peer was stopped for {_long(late)}: {_ANEW}", anew=True)
         return TimeJump(late) if late > STOPPED_SECONDS else None
+
+
+def _own(addresses: Iterable[str]) -> set[str]:
+    return {each for each in addresses if scope(each) == Scope.NETWORK}
 
 
 _ANEW = "it greets all peers again, and suspects none of them for that time"
@@ -87,11 +94,12 @@ class HostMonitor:
         self._wall, self._addresses = clock, addresses
         self._ticks = SuspendDetector()
         self._known: frozenset[str] = frozenset()
+        self._undialled = False  # whether the line that others cannot dial this peer was said
         self._skewed = ""
         self._looked = self._compared = 0.0
 
     def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> TimeJump | None:
-        """What happened since the last tick; if that has a line, greet all peers again. `offsets` as for `skew`."""
+        """What happened since the last tick. `offsets` as for `skew`."""
         gap = self._ticks.tick(now, self._wall.wall(), next_seconds)
         if gap is None and now - self._looked >= ADDRESSES_SECONDS:
             self._looked, gap = now, self._moved()
@@ -100,16 +108,25 @@ class HostMonitor:
             self._compare(sorted(offsets()))
         if gap and gap.line:
             self._say(gap.line)
+        if gap and gap.anew:
             self.announce_again.set()
         return gap
 
     def _moved(self) -> TimeJump | None:
         before, here = self._known, frozenset(self._addresses())
         self._known = here or before  # while p2pd is down there are none
-        if not before or not here or here == before:
+        if not here or here == before:
+            return None
+        if (not before or _own(before) == _own(here)) and (undialled(before) or undialled(here)):
+            # libp2p has replaced the public addresses by those at relays, or these have changed
+            line = "" if self._undialled else undialled(here)
+            self._undialled = self._undialled or bool(line)
+            return TimeJump(0.0, line, anew=bool(before))
+        if not before:
             return None
         now = ", ".join(sorted(here)[:2])
-        return TimeJump(0.0, f"this machine's addresses have changed (now {now}): all peers get the new ones")
+        line = f"this machine's addresses have changed (now {now}): all peers get the new ones"
+        return TimeJump(0.0, line, anew=True)
 
     def _compare(self, offsets: Sequence[float]) -> None:
         """Report a skew that was seen twice in a row: after a suspend, a delayed echo shows a wrong skew once."""

@@ -205,7 +205,7 @@ class Membership:
             now = loop.time()
             gap = self.host_monitor.tick(now, TICK_SECONDS, self._offsets)
             for contact in self._contacts:
-                if gap and gap.line:
+                if gap and gap.anew:
                     contact.recheck(now)
                 elif contact.task is None:
                     self._wake(contact, now)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from ipaddress import ip_address, ip_network
 
 _PRIVATE = tuple(map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")))
 """RFC 1918, 6598 and 4193: networks of homes, companies, providers and container engines."""
+
+
+_AT_RELAY = re.compile(r"/p2p/(\w+)/p2p-circuit")
 
 
 class Scope(IntEnum):
@@ -43,6 +47,21 @@ def in_network(listen: Sequence[str], hosts: Sequence[str]) -> tuple[str, ...]:
         at = [each for each in hosts if (":" in each) == (kind == "ip6")] if host in ("0.0.0.0", "::") else [host]
         found |= {"/".join(("", kind, each, *rest)): None for each in at if rest[1] != "0"}
     return tuple(each for each in found if scope(each) == Scope.NETWORK)
+
+
+def undialled(addresses: Iterable[str]) -> str:
+    """User-facing line if libp2p has found that others cannot dial the peer of these addresses, which then has some at
+    relays; else empty.
+    """
+    through = dict.fromkeys(found[1] for each in addresses if (found := _AT_RELAY.search(each)))
+    if not through:
+        return ""
+    names = ", ".join(f"…{peer[-6:]}" for peer in [*through][:2])
+    return (
+        f"no peer outside can dial this one, as libp2p has found: they meet it through {names}; to be dialled, forward "
+        "a fixed port of the router to this machine (--listen /ip4/0.0.0.0/tcp/4001), and announce its public address "
+        "(--announce)"
+    )
 
 
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:

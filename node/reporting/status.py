@@ -19,6 +19,7 @@ MAX_WORD = 512  # Most characters of a text that are shown; the rest is cut off
 MAX_NAME = 16  # Most characters of a nickname that are shown
 MAX_LISTED = 4096  # Most peers or addresses in one status
 MAX_NUMBER = 1 << 63
+OTHERS_REDUCE = "other members reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class PeerStatus:
     round: int
     address: str  # a multiaddr; empty if none is known
     stage: int = 0  # 0 without stages
-    # How the latest bulk data went to it: direct, dialled back (directly, but the peer had to dial) or libp2p; empty if
-    # none was sent since the peer was met.
+    # How the latest bulk data went to it: direct, dialled back (directly, but the peer had to dial) or libp2p; other
+    # members reduce if the two exchange none, because that failed; empty if none was sent since the peer was met.
     route: str = ""
     route_reason: str = ""  # why the data did not go directly
     left: bool = False  # not live because it left in good order; a peer that is neither live nor left is lost
@@ -212,7 +213,8 @@ def not_direct(peers: Sequence[PeerStatus]) -> str:
         return ""
     name = printable(slow[0].nickname)[:MAX_NAME] or short(slow[0].peer)
     more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
-    return f"{name} over libp2p{more}: {printable(slow[0].route_reason, 200)}"
+    way = "by way of other members" if slow[0].route == OTHERS_REDUCE else "over libp2p"
+    return f"{name} {way}{more}: {printable(slow[0].route_reason, 200)}"
 
 
 def narrow(where: Scope, announced: bool) -> str:

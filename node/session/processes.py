@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +17,7 @@ from node.config.peer_config import PeerConfig
 from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.machine.probes import hottest_celsius
-from node.network.address_scope import Scope, scope
+from node.network.address_scope import Scope, scope, undialled
 from node.network.daemon import known_relays
 from node.network.libp2p import LibP2PTransport
 from node.page.server import PageServer
@@ -202,7 +202,8 @@ def of_status(status: Status, announced: bool = False) -> dict[str, Any]:
     join = join_command(status)
     here_only = narrow(join[1], False) if join and not announced else ""
     slow = not_direct(status.peers)
-    warnings: Sequence[str] = (status.clock, status.checkpoint_problem, here_only, slow and f"data goes to {slow}")
+    data = slow and f"data goes to {slow}"
+    warnings = (status.clock, status.checkpoint_problem, here_only, undialled(status.addresses), data)
     return {
         "status": asdict(status),
         "join": {"command": join[0], "who": who_joins(join[1])} if join else None,

@@ -15,7 +15,7 @@ from node.network.address_scope import shareable
 from node.outer.outer_loop import OuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.reporting.report import RoundReport, Totals
-from node.reporting.status import PeerStatus, Status, printable, short
+from node.reporting.status import OTHERS_REDUCE, PeerStatus, Status, printable, short
 from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals, with_children
 from node.session.pausing import PauseController
 from node.session.traffic_limits import TrafficLimits
@@ -169,6 +169,7 @@ class StatusTracker:
         roster = {member.peer for member in self._history.head.roster}
         votes = not isinstance(self._history, LocalHistory)
         routes = self.transport.routes if self.transport else {}
+        apart = self._apart()
 
         def is_member(each: PeerRecord) -> bool:
             elsewhere = self.stage is not None and each.stage != self.stage  # the roster is of this peer's stage
@@ -183,13 +184,19 @@ class StatusTracker:
                 round=each.said.round,
                 address=each.addresses[0] if each.addresses else "",
                 stage=each.stage or 0,
-                route=routes[each.peer].kind if each.peer in routes else "",
+                route=OTHERS_REDUCE if each.peer in apart else routes[each.peer].kind if each.peer in routes else "",
                 route_reason=routes[each.peer].why if each.peer in routes else "",
                 left=each.left,
             )
             for each in self._membership.contacts()
             if each.hello or each.peer in roster
         )
+
+    def _apart(self) -> set[PeerId]:
+        """Members with which this one exchanges no data, as that failed: other members reduce."""
+        head = self._history.head
+        ends = [{each.first, each.second} for each in head.complaints if each.until > head.key.round]
+        return {peer for pair in ends if self.peer in pair for peer in pair - {self.peer}}
 
     def _last_round(self) -> int:
         """Number of the run's last round: its training rounds plus the rounds without training so far."""

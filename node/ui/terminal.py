@@ -16,6 +16,7 @@ from rich.text import Text
 from node.reporting.report import RoundReport
 from node.reporting.status import (
     MAX_NAME,
+    OTHERS_REDUCE,
     PeerStatus,
     Status,
     join_command,
@@ -250,7 +251,7 @@ def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
     name = Text(printable(line.nickname)[:MAX_NAME] or short(line.peer))
     role = Text("member" if line.member else "observer", style="" if line.member else "dim")
     if line.route:
-        role.append(f", {printable(line.route)[:MAX_NAME]}", style="dim")
+        role.append(f", {printable(line.route)[: len(OTHERS_REDUCE)]}", style="dim")
     stage = (Text(f"stage {line.stage}"),) if staged else ()
     return mark, name, *stage, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
 

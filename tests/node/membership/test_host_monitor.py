@@ -127,6 +127,26 @@ async def test_new_address_spreads_and_replaces_the_old(swarm: MembershipSwarm) 
 
 
 @on_virtual_time
+async def test_peer_that_none_can_dial_says_so_once(swarm: MembershipSwarm) -> None:
+    await versions_when_quiet(swarm, "ab")
+    private = swarm.addresses["b"]
+    behind = (*private, "/ip4/8.8.8.8/tcp/1/p2p/12D3KooWRelay/p2p-circuit")
+
+    def known() -> tuple[str, ...]:
+        return next(each.addresses for each in swarm.members["a"].contacts())
+
+    for addresses in (behind, private, behind):  # the relay is away for a while
+        swarm.addresses["b"] = addresses
+        await asyncio.sleep(5.0)
+        assert known() == addresses
+    [(peer, line)] = swarm.said
+    assert peer == "b" and line.startswith("no peer outside can dial this one") and "through …WRelay" in line
+    swarm.addresses["b"] = ("/ip4/10.9.9.9/tcp/1", behind[-1])
+    await until(lambda: len(swarm.said) == 2, 5.0)
+    assert "addresses have changed" in swarm.said[1][1]
+
+
+@on_virtual_time
 async def test_unresponsive_connection_is_dropped_once_per_outage(swarm: MembershipSwarm) -> None:
     await versions_when_quiet(swarm, "ab")
     swarm.network.block("a", "b")

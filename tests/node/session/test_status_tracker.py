@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
+from node.direct.routes import Route, RouteKind
 from node.membership.hello import VERSION, Hello
 from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory
 from node.reporting.report import RoundReport
-from node.reporting.status import Status, SyncStatus, parse, to_json
+from node.reporting.status import OTHERS_REDUCE, Status, SyncStatus, not_direct, parse, to_json
 from node.session.status_tracker import StatusTracker
 from node.storage.journal import Journal
-from protocols.base import LocalProgress, Member
+from protocols.base import LinkFault, LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from tests.support.fake_rounds import RUN, line
@@ -113,6 +114,20 @@ def test_status_lists_members_and_met_peers(tmp_path: Path) -> None:
     assert peers["anna"].member and peers["anna"].live and peers["anna"].address == "/ip4/192.0.2.1/tcp/1"
     assert peers["bert"].member and not peers["bert"].live and peers["bert"].nickname == ""
     assert not peers["cleo"].member
+
+
+def test_ways_of_data_name_pairs_that_exchange_none(tmp_path: Path) -> None:
+    contacts = (contact("anna", "Anna"), contact("bert", "Bert"))
+    faults = (LinkFault("anna", "bert", 9), LinkFault("anna", "me", 9), LinkFault("bert", "me", 0))
+    head = replace(Chain(RUN, "run", ROSTER, b"0" * 32).head, complaints=faults)
+    tracker = in_a_run(tmp_path, contacts=contacts, history=SimpleNamespace(head=head, trained=0))
+    why = "it is reached through a relay"
+    routes = {peer: Route(RouteKind.LIBP2P, why) for peer in ("anna", "bert")}
+    tracker.transport = SimpleNamespace(routes=routes, addresses=(), hidden_addresses=(), daemon_pid=None)  # type: ignore[assignment]
+    status = shown(tracker)
+    assert [each.route for each in status.peers] == [OTHERS_REDUCE, "libp2p"], "a fault that is over is tried again"
+    assert not_direct(status.peers) == f"Anna by way of other members (and 1 more): {why}"
+    assert not_direct(status.peers[1:]) == f"Bert over libp2p: {why}"
 
 
 def test_peers_without_votes_all_show_as_members(tmp_path: Path) -> None:
