@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from node._version import VERSION
 from node.cli import local, options, remote
 from node.cli.remote import CommandError
 from node.config.launcher import machines_of
@@ -54,8 +54,7 @@ def starling(
 ) -> None:
     """Train one model together with other machines, over ordinary internet links."""
     if version:
-        installed = [each.version for each in metadata.distributions(name="starling")]
-        typer.echo(f"starling {installed[0] if installed else '(not installed)'}")
+        typer.echo(f"starling {VERSION}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

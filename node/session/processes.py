@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from node._version import VERSION
 from node.config.multiaddrs import FILE_SIGN
 from node.config.peer_config import PeerConfig
 from node.joining.addresses_file import AddressLine, read_addresses
@@ -159,7 +159,6 @@ class PageContent:
         self._transport, self._tracker = transport, tracker
         self._announced = bool(config.announce) or all(scope(each) == Scope.MACHINE for each in config.listen)
         self._cpu = CpuMeter()
-        self._version = next((each.version for each in metadata.distributions(name="starling")), "")
 
     def values(self) -> Mapping[str, Any]:
         meter, status = self._transport.traffic.meter, self._tracker.status()
@@ -171,7 +170,7 @@ class PageContent:
             by_class.setdefault(str(kind), {})[str(direction)] = count
         return {
             "time": self._tracker.clock.wall(),
-            "version": self._version,
+            "version": VERSION,
             "bytes_per_second": speeds,  # by direction, over the last seconds
             "network_bytes": by_class,  # by class of traffic and direction, since the peer started
             "peer_bytes": {peer: (counts.sent, counts.received) for peer, counts in meter.peers().items()},
@@ -189,7 +188,7 @@ class PageContent:
         return metrics_text(
             status,
             self.feed.counters,
-            info={"version": self._version, "protocol": status.protocol, "peer": status.peer, "name": status.run},
+            info={"version": VERSION, "protocol": status.protocol, "peer": status.peer, "name": status.run},
             network_bytes={(str(direction), str(kind)): count for (direction, kind), count in totals.items()},
             refused={"streams": sum(transport.refused.values()), **self._tracker.refused()},
             restarts={"p2pd": transport.restarts, **self._tracker.restarts()},

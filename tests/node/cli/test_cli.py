@@ -167,7 +167,7 @@ def test_what_trains_nothing_loads_no_pytorch(running: FakeJoin, tmp_path: Path)
 def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     done = here(capsys, "--version")
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(r"starling (\d+\.\S+|\(not installed\))\n", done.stdout)
+    assert re.fullmatch(r"starling \d+\.\d+\.\d+(\+\S+)?\n", done.stdout)
 
 
 def test_output_on_a_full_disk_gives_one_line(
