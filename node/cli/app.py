@@ -28,6 +28,7 @@ from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError, plain, read_toml
 from node.reporting.status import printable
 from node.runtime.locks import LocksUnsupported
+from node.runtime.program import program, typed
 from node.session.fatal import FatalPeerError
 from node.session.shutdown import exit_on_signal, run_peer
 from node.storage.statedir import holds_run, is_over
@@ -42,7 +43,12 @@ _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")  # Options that describe a run to start
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+EXAMPLES = f"""\
+{typed("join --nickname anna --page"):53}# start a run
+{typed("join --bootstrap ADDR --run-id HEX"):53}# join it elsewhere
+{typed("join --hours sat-sun --upload-limit 1"):53}# resume, within limits"""
+
+app = typer.Typer(cls=options.CommandGroup, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(remote.app)
 app.add_typer(local.app)
 
@@ -60,7 +66,7 @@ def starling(
         typer.echo(ctx.get_help())
 
 
-@app.command()
+@app.command(cls=options.JoinCommand, epilog=EXAMPLES)
 @options.with_settings
 def join(
     ctx: typer.Context,
@@ -74,7 +80,7 @@ def join(
     inner: options.InnerOption = None,
     **of_machine: Any,
 ) -> int:
-    """Start a run, or join one by the address of any of its peers. Ctrl-C finishes the round and leaves."""
+    """Start a run, resume one, or join one by the address of any of its peers. Ctrl-C finishes the round and leaves."""
     gc.disable()  # it would take a fifth of the time in which modules are loaded; `run_peer` turns it on again
     try:
         with exit_on_signal():
@@ -262,10 +268,9 @@ def _refused(why: str, code: int) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    name = "starling" if Path(sys.argv[0]).stem == "starling" else "python -m node"
     prepare_streams()
     try:
-        code = app(arguments, prog_name=name, standalone_mode=False)
+        code = app(arguments, prog_name=program(), standalone_mode=False)
         sys.stdout.flush()
     except FatalPeerError as error:
         return _refused(str(error), error.code)

@@ -19,6 +19,7 @@ import typer
 from node.cli import options
 from node.cli.remote import CommandError, PeerUnreachable, fetch
 from node.reporting.status import to_json
+from node.runtime.program import typed
 from node.tasks.hf.settings import HfSettings, ModelError
 from node.ui.control import home
 
@@ -49,7 +50,7 @@ def init(
         with suppress(OSError):
             file.unlink()  # on a full disk it is incomplete
         raise CommandError(f"{file} cannot be written ({error.strerror}): give a writable path") from None
-    print(f"wrote {file}: edit it, then: python -m node join --run {file}", file=sys.stderr)
+    print(f"wrote {file}: edit it, then: {typed('join')} --run {file}", file=sys.stderr)
     return 0
 
 
@@ -151,7 +152,7 @@ def evaluate(
     return 0
 
 
-data_app = typer.Typer(help="Look at data before training on them.")
+data_app = typer.Typer(cls=options.CommandGroup, help="Look at data before training on them.")
 app.add_typer(data_app, name="data")
 
 

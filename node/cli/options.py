@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
+from node.config.peer_config import OUTPUT, RUN, SETTINGS, PeerConfig, option_name
 from node.config.sizes import UNITS, in_unit
 from node.config.toml import in_quotes
 
@@ -19,6 +21,46 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _HINTS = get_type_hints(PeerConfig)
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PeerConfig)}
 _IN_UNITS = {"MB": "In megabytes per second, or with a unit, like 800kB.", "GB": "In gigabytes, or with a unit."}
+
+
+USUAL = "Usual"  # First section of `join --help`
+
+
+class CommandGroup(TyperGroup):
+    """Commands whose help shows no type after a flag, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _as_shown(super().get_params(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _as_shown(command.get_params(ctx))
+        return command
+
+
+class JoinCommand(TyperCommand):
+    """Its help shows the usual options first, then the examples, then all other options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        first, others = copy(self), copy(self)
+        first.params = [each for each in self.params if each.rich_help_panel == USUAL]  # type: ignore[attr-defined]
+        first.add_help_option = False
+        others.params = [each for each in self.params if each not in first.params]
+        others.help = others.epilog = ""
+        others.get_usage = lambda ctx: "All other options"  # type: ignore[method-assign]
+        TyperCommand.format_help(first, ctx, formatter)
+        TyperCommand.format_help(others, ctx, formatter)
+
+
+def _as_shown(params: list[Any]) -> list[Any]:
+    for each in params:
+        if getattr(each, "is_bool_flag", False):
+            each.metavar = ""
+    *own, help_option = params
+    if own and all(getattr(each, "rich_help_panel", None) for each in own):  # else typer lists it before all others
+        help_option.rich_help_panel = OUTPUT
+    return params
 
 
 def option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
@@ -40,12 +82,28 @@ def path(text: str) -> Path:
 # -- from the table ---------------------------------------------------------------------------------------------------
 
 
+_USUAL = {
+    "bootstrap": "Address of any peer of a run to join.",
+    "run_id": "Join this run only; 12 digits do.",
+    "nickname": "Name under which others show this peer.",
+    "data": "Text to train on: a file or folder.",
+    "page": "Serve a web page on this machine.",
+    "upload_limit_bytes_per_second": "Send no faster: 1 (MB/s), or 800kB.",
+    "hours": "Train only in 'mon-fri 18:00-08:00'.",
+}
+"""What that section says, in few words: the whole ones are in the table."""
+
+
+def _place(key: str) -> int:
+    return [*_USUAL].index(key) if key in _USUAL else len(_USUAL)
+
+
 def with_settings(command: _Command) -> _Command:
     """Add an option for each setting of the machine to a command that takes them as keyword arguments."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     first, rest = own[:1], own[1:]  # typer's context, and options after those of the table
-    added = [_parameter(key) for key in SETTINGS if option_name(key)]
+    added = [_parameter(key) for key in sorted(SETTINGS, key=_place) if option_name(key)]
     command.__signature__ = signature.replace(parameters=[*first, *added, *rest])  # type: ignore[attr-defined]
     return command
 
@@ -86,6 +144,8 @@ def _option(key: str, kind: Any) -> Any:
         more["parser"] = lambda text: in_unit(text, setting.unit)
     elif kind in (int, float):
         more |= _range(key)
+    if key in _USUAL:
+        return option(USUAL, _USUAL[key], name, metavar=setting.metavar, **more)
     return option(setting.panel, _help(key, kind), name, metavar=setting.metavar, **more)
 
 

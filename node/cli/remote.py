@@ -21,6 +21,7 @@ from node.config.peer_sources import load_peer
 from node.config.sizes import in_unit
 from node.page.keys import last_port, read_link
 from node.reporting.status import Status, join_command, parse, printable, to_json, who_joins
+from node.runtime.program import typed
 from node.session.fatal import FatalPeerError
 from node.tasks.hf.settings import ModelError
 from node.ui.control import ControlUnavailable, ask, home, running
@@ -199,7 +200,7 @@ async def _ask(state_dir: Path | None, what: str, **values: object) -> dict[str,
 async def _only_running(deadline: float) -> Path:
     found = await running(home(), deadline)
     if not found:
-        raise PeerUnreachable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")
+        raise PeerUnreachable(f"no peer runs in {home()}: start one with `{typed('join')}`, or give --state-dir")
     if len(found) > 1:
         raise CommandError(
             f"{len(found)} peers run on this machine: choose one with --state-dir {' or '.join(map(str, found))}"

@@ -16,7 +16,6 @@ from rich.console import RenderableType
 from node.cli.remote import CommandError
 from node.config.peer_sources import variables
 from node.page.keys import read_link
-from node.page.server import INSTALL, has_page_packages
 from node.reporting.report import RoundReport
 from node.reporting.status import Status, parse, printable, to_json
 from node.runtime.cgroup import bounded_spin, usable_cores
@@ -187,7 +186,7 @@ class LocalSwarm:
         nothing counted or no evaluation worked. 1: otherwise. 2: the swarm could not be started as asked.
         """
         screen = self._screen
-        logs.set_up("warning", screen.log, screen.is_terminal)
+        logs.set_up("warning", screen.log, screen.log_style)
         try:
             return asyncio.run(GracefulShutdown(self.leave, screen.say, screen.close).run(self.run()))
         finally:
@@ -234,7 +233,7 @@ class LocalSwarm:
             "--wait-for": len(self._peers),
         }
         options = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
-        await founder.start((*self._machine, self._page_option(), *options))
+        await founder.start((*self._machine, "--page" if self._page else "--no-page", *options))
         until = asyncio.get_running_loop().time() + START_SECONDS
         while founder.running and asyncio.get_running_loop().time() < min(until, self._until):
             await founder.look(LOOK_SECONDS)
@@ -243,12 +242,6 @@ class LocalSwarm:
                 return True
             await asyncio.sleep(POLL_SECONDS)
         return False
-
-    def _page_option(self) -> str:
-        """Turns the founder's page on or off. Without the packages for it, say how to get them."""
-        if self._page and not has_page_packages():
-            self._screen.say(INSTALL)
-        return "--page" if self._page and has_page_packages() else "--no-page"
 
     def _show_link(self, founder: Participant) -> None:
         if self._page and (link := read_link(founder.directory)):

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from node.config.peer_config import FILE_KEYS, SETTINGS, PeerConfig
 from node.config.run_config import RunConfig
 from node.config.task_tables import GptTable, PacedTable
+from node.runtime.program import typed
 from node.tasks.gpt_presets import DEFAULT_PRESET, PRESETS
 from node.tasks.hf.settings import HfSettings
 from node.tasks.recipe import Recipe
@@ -25,7 +26,7 @@ _COLUMNS = 100
 _TABLES = ("recipe", "gpt", "paced", "hf", "options")
 _HEAD = """\
 A run file of Starling. The settings that all peers of a run share come first; joiners get them from the swarm. The
-table [peer] is for this machine only. Start the run with: python -m node join --run FILE.toml
+table [peer] is for this machine only. Start the run with: {join} --run FILE.toml
 
 A line such as "#rounds = 16" shows the value that holds if you do not set one. Remove the # to set it."""
 _RECIPE = f"""\
@@ -55,7 +56,7 @@ def run_file() -> str:
     run = RunConfig(recipe=preset.recipe, gpt=gpt)
     top = [field.name for field in fields(RunConfig) if field.name not in _TABLES]
     parts = [
-        (*_prose(_HEAD), "", *_settings(RunConfig, _values(run, top))),
+        (*_prose(_HEAD.format(join=typed("join"))), "", *_settings(RunConfig, _values(run, top))),
         (*_table("recipe", _RECIPE), *_settings(Recipe, _values(run.recipe), off=True)),
         (*_table("gpt", _GPT), f"preset = {_toml(DEFAULT_PRESET)}", "", *_settings(GptTable, _values(gpt), off=True)),
         (*_table("paced", _PACED), *_settings(PacedTable, _values(PacedTable()))),

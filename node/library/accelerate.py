@@ -11,7 +11,7 @@ import torch
 
 from node.library import StepResult, Swarm
 from node.library.adapter import Microbatches
-from node.runtime.extras import install
+from node.runtime.program import install
 
 try:
     from accelerate import Accelerator

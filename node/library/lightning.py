@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from node.library.adapter import JoinsLater, targets
-from node.runtime.extras import install
+from node.runtime.program import install
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

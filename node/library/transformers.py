@@ -10,7 +10,7 @@ from torch import nn
 
 from node.library import SwarmError
 from node.library.adapter import IGNORED, JoinsLater, targets
-from node.runtime.extras import install
+from node.runtime.program import install
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState

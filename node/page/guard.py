@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from node.page.keys import PageKeys
+from node.runtime.program import typed
 
 SECURITY_HEADERS = (
     (
@@ -56,7 +57,7 @@ class AccessRules:
         if any(origin.lower() not in own for origin in given.get(b"origin", [])):
             return (403, "the request comes from another origin")
         if path.startswith(_NEEDS_KEY) and not self._has_key(path, given.get(b"authorization", [])):
-            return (401, "the key is missing or wrong: use the link that `python -m node page` prints")
+            return (401, f"the key is missing or wrong: use the link that `{typed('page')}` prints")
         return None
 
     def _names(self) -> frozenset[bytes]:

@@ -10,14 +10,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from node.page.guard import AccessRules
 from node.page.keys import PageKeys, last_port, load_token, note_port, page_link
-from node.runtime.extras import install
 from node.runtime.listening import listen
+from node.runtime.program import typed
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -30,12 +29,6 @@ DEFAULT_PORT = 7717
 PORTS_TRIED = 64
 MAX_CONNECTIONS = 32
 MAX_HEADER_BYTES = 16_384
-INSTALL = f"the page needs three more packages: {install('page')}"
-
-
-def has_page_packages() -> bool:
-    """Whether the packages that only the page needs are installed."""
-    return all(map(find_spec, ("starlette", "uvicorn", "prometheus_client")))
 
 
 class PageServer:
@@ -63,9 +56,6 @@ class PageServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> PageServer:
-        if not has_page_packages():
-            self._say(INSTALL)
-            return self
         try:
             self._start()
         except (OSError, ValueError, ImportError) as error:
@@ -111,7 +101,7 @@ class PageServer:
         )
         self._server = PageOnlyServer(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets), name="page")
-        shown = page_link(port, token) if self._show_token else "`python -m node page` prints its link"
+        shown = page_link(port, token) if self._show_token else f"`{typed('page')}` prints its link"
         self._say(f"page: {shown}")
 
 

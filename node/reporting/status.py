@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from node.network.address_scope import Scope, scope
 from node.reporting.report import RoundReport
+from node.runtime.program import typed
 from node.tasks.name import HUGGING_FACE, is_own
 from protocols.base import SyncStatus
 
@@ -188,7 +189,7 @@ def join_command(status: Status) -> tuple[str, Scope] | None:
     if not status.addresses:
         return None
     best = min(status.addresses, key=scope)
-    command = f"python -m node join --bootstrap {best}"
+    command = typed(f"join --bootstrap {best}")
     if status.run_id:
         command += f" --run-id {status.run_id}"
     if is_own(status.task):  # checked, because the name may be a stranger's, and users paste this line into a shell

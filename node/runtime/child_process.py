@@ -16,10 +16,10 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 from node.runtime import reaper
 from node.runtime.fork_server import START_SECONDS, ForkedProcess, ForkServer
+from node.runtime.program import child_environment
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ChildProcess:
         ends, or when this process does.
         """
         is_python = [*command[1:3]] == ["-P", "-m"]
-        environment = {**(_imports() if is_python else {}), **(environment or {})}
+        environment = {**(child_environment() if is_python else {}), **(environment or {})}
         process: Process | ForkedProcess | None = None
         if is_python:
             process = await _forked(command, environment, pass_fds, oom_score, reaped)
@@ -187,11 +187,6 @@ class ChildProcess:
             self._last_lines.append(text)
             self._on_line(text)
         self._on_line(None)
-
-
-def _imports() -> dict[str, str]:
-    """The variable by which a Python that imports nothing from the current directory finds this project."""
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))}
 
 
 async def _forked(

@@ -40,13 +40,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from node.runtime import reaper
+from node.runtime.program import ROOT
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # a server that is a program of its own loads PyTorch first, which takes long on a busy machine
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 16
-_REPOSITORY = str(Path(__file__).parents[2])
 
 
 class ForkedProcess:
@@ -286,7 +286,7 @@ def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
         gc.enable()
         if not sys.flags.safe_path:  # as with -P: never import from the current directory
             del sys.path[0]
-        sys.path[:] = [_REPOSITORY, *(each for each in sys.path if each != _REPOSITORY)]
+        sys.path[:] = [str(ROOT), *(each for each in sys.path if each != str(ROOT))]
         is_package = importlib.util.find_spec(module).submodule_search_locations is not None  # type: ignore[union-attr]
         program = importlib.import_module(f"{module}.__main__" if is_package else module)
         sys.modules["__main__"], sys.argv = program, [str(program.__file__), *arguments]

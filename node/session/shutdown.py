@@ -45,7 +45,7 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
 
     ForkServer.begin()  # as long as there is no thread
     terminal = Terminal(config.json)
-    logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
+    logs.set_up(config.log_level, terminal.log, terminal.log_style)
     shutdown = GracefulShutdown(lambda: peer.finish(), terminal.say, terminal.close)
     peer = Peer(config, run, state, terminal, shutdown.finish)
     # Exempt all objects loaded so far from garbage collection. Otherwise each full collection would visit PyTorch's

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
-from node.runtime.extras import install
+from node.runtime.program import install
 from node.tasks.hf.settings import ModelError
 
 FileKind = Literal["text", "json", "csv", "parquet", "arrow", "settings", "archive", "binary", "empty", "pointer"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from node.runtime.extras import install
+from node.runtime.program import install
 from node.tasks.files import Look, opened, shown, suffix_of
 from node.tasks.hf.settings import ModelError
 

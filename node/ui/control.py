@@ -21,6 +21,7 @@ from node.reporting.status import Status, to_json
 from node.runtime.directories import user_directory
 from node.runtime.json_file import read_json, replace_private
 from node.runtime.locks import hold
+from node.runtime.program import typed
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ async def ask(state_dir: Path, what: str, deadline: float, **values: object) -> 
             f"the peer in {state_dir} (process {place.get('pid')}) does not answer: is it stopped?"
         ) from None
     except (OSError, KeyError, ValueError, RecursionError):
-        raise ControlUnavailable(f"no peer runs in {state_dir}: start one with `python -m node join`") from None
+        raise ControlUnavailable(f"no peer runs in {state_dir}: start one with `{typed('join')}`") from None
     if not isinstance(answer, dict) or "error" in answer:
         raise ControlUnavailable(f"the peer in {state_dir} runs another version: restart it")
     return answer

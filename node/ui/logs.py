@@ -8,7 +8,7 @@ import select
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import structlog
 
@@ -99,24 +99,27 @@ def _unblocked(fd: int) -> int:
 
 
 Event = MutableMapping[str, Any]
+LogStyle: TypeAlias = Literal["coloured", "plain", "json"]
+_TIMES = {"coloured": "%H:%M:%S", "plain": "%Y-%m-%d %H:%M:%S", "json": "iso"}
 
 
-def set_up(level: str, write: Callable[[str], object], human: bool) -> None:
-    """Send all logs to `write`, one line at a time: readable if `human`, else JSON. Replaces an earlier set-up.
+def set_up(level: str, write: Callable[[str], object], style: LogStyle) -> None:
+    """Send all logs to `write`, one line at a time. Replaces an earlier set-up.
 
     `level` is for `node` and `protocols`; other modules log warnings and errors only.
     """
     shared: list[Any] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper("%H:%M:%S" if human else "iso", utc=not human),
+        structlog.processors.TimeStamper(_TIMES[style], utc=style == "json"),
         structlog.processors.format_exc_info,
         _bounded,
     ]
     renderer: Any = structlog.processors.JSONRenderer()
-    if human:
-        plain = structlog.dev.plain_traceback
-        renderer = structlog.dev.ConsoleRenderer(colors=True, pad_event_to=0, exception_formatter=plain)
+    if style != "json":
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=style == "coloured", pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+        )
     handler = logging.StreamHandler(SimpleNamespace(write=write))
     handler.terminator = ""
     handler.setFormatter(

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from node.reporting.status import printable
-from node.ui.logs import NonBlockingWriter
+from node.ui.logs import LogStyle, NonBlockingWriter
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +28,16 @@ class Screen:
 
     def __init__(self, as_json: bool) -> None:
         self._out, self._err = NonBlockingWriter(1), NonBlockingWriter(2)
-        self.is_terminal = self._err.isatty()
+        is_terminal = self._err.isatty()
+        self.log_style: LogStyle = "coloured" if is_terminal else "json" if as_json else "plain"
         # On one terminal, JSON lines and a live view would mix. A live view needs to know how wide its text becomes.
         draws = self._err.encoding.lower().startswith("utf")
-        self.is_live = self.is_terminal and draws and not (as_json and self._out.isatty())
+        self.is_live = is_terminal and draws and not (as_json and self._out.isatty())
         self._console = Console(
             file=self._err,  # type: ignore[arg-type]
             force_terminal=self.is_live,
             highlight=False,
-            width=None if self.is_terminal else _PAPER_COLUMNS,
+            width=None if is_terminal else _PAPER_COLUMNS,
         )
 
     def say(self, line: str) -> None:

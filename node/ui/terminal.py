@@ -55,7 +55,7 @@ class Terminal:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self._screen = Screen(as_json)
-        self.is_terminal, self.is_live = self._screen.is_terminal, self._screen.is_live
+        self.log_style, self.is_live = self._screen.log_style, self._screen.is_live
         self.say, self.log, self.close = self._screen.say, self._screen.log, self._screen.close
         self._reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
         self._status: Callable[[], Status] | None = None

@@ -27,7 +27,8 @@ NO_ROUND = -1
 LEVEL_REPORTS = 3
 QUOTED_CHARACTERS = 160
 _ALARMS = re.compile(
-    r'Traceback|never retrieved|Task was destroyed|was never awaited|Fatal Python error|"level": "(error|critical)"'
+    r"Traceback|never retrieved|Task was destroyed|was never awaited|Fatal Python error"
+    r'|"level": "(error|critical)"|\[(error|critical) *\]'
     r"|(worker|p2pd) \d+ ended \((?!killed by signal 9;)"  # SIGKILL is the harness, or a lack of memory
 )
 

@@ -353,7 +353,7 @@ function lost(sentence, words) {
 }
 
 function stateChanged(state) {
-  if (state === "refused") lost("This page needs its link", "Print it with `python -m node page`, and open it: it ends in a token. If you did, another program answers here.");
+  if (state === "refused") lost("This page needs its link", "Print it with Starling's command `page`, and open it: it ends in a token. If you did, another program answers here.");
   if (state === "busy") lost("Too many pages are open", "Close another one. This page tries again.");
   if (state === "lost" && (connected || !latest)) lost("The peer does not answer", "Is it running? This page tries again.");
 }

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from node.runtime.extras import install
+from node.runtime.program import install
 from node.tasks.recipe import described, require
 
 MAX_ROW_TOKENS = 1 << 17

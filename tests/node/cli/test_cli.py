@@ -23,7 +23,8 @@ from types import ModuleType
 
 import pytest
 
-from node.cli.app import main
+from node.cli.app import OF_RUN, main
+from node.config.peer_config import SETTINGS, option_name
 from node.network.daemon import DaemonError
 from tests.support.fake_peer import ADDRESS
 from tests.support.paths import REPOSITORY
@@ -130,7 +131,19 @@ def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 def test_help_goes_to_stdout(arguments: list[str]) -> None:
     done = starling(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage: python -m node" in done.stdout
+    assert "Usage: python -m node" in done.stdout and "<bool>" not in done.stdout
+
+
+def test_help_of_join_begins_with_what_is_usual(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    first, _ = here(capsys, "join", "--help").stdout.split("All other options")
+    assert "─ Usual ─" in first and len(first.splitlines()) <= 24 and first.count("python -m node join --") == 3
+    monkeypatch.setenv("COLUMNS", "200")
+    named = re.findall(r"^│ (--[\w-]+)", here(capsys, "join", "--help").stdout, re.MULTILINE)
+    options = [name for key in SETTINGS if (name := option_name(key))]
+    assert sorted(named) == sorted([*options, *(f"--{each}" for each in OF_RUN), "--help"])
 
 
 WITHOUT_PYTORCH = """

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ import structlog
 
 from node.runtime import notes
 from node.ui import logs
-from node.ui.logs import OUTLET_BYTES, NonBlockingWriter
+from node.ui.logs import OUTLET_BYTES, LogStyle, NonBlockingWriter
 
 
 @pytest.fixture(autouse=True)
@@ -33,26 +34,26 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(fd)
 
 
-def test_logs_are_json_or_on_a_terminal_text() -> None:
+def test_logs_are_json_or_text() -> None:
     lines: list[str] = []
-    logs.set_up("info", lines.append, human=False)
+    logs.set_up("info", lines.append, "json")
     logging.getLogger("node.x").info("round %d", 3)
     structlog.get_logger("node.y").warning("odd", peer="bob")
     first, second = (json.loads(line) for line in lines)
     assert (first["event"], first["level"], first["logger"]) == ("round 3", "info", "node.x")
     assert (second["event"], second["peer"]) == ("odd", "bob")
     assert first["timestamp"].endswith("Z")
-    logs.set_up("info", lines.append, human=True)
+    logs.set_up("info", lines.append, "plain")
     logging.getLogger("node.x").info("round %d", 4)
-    assert "round 4" in lines[2] and not lines[2].startswith("{")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[info +\] round 4 +\[node.x\]", lines[2])
 
 
-@pytest.mark.parametrize("human", [True, False])
-def test_notes_of_a_worker_are_plain_lines(human: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("style", ["coloured", "plain", "json"])
+def test_notes_of_a_worker_are_plain_lines(style: LogStyle, capsys: pytest.CaptureFixture[str]) -> None:
     notes.note("training needs about 5 GB")
     notes.warn("only 4 GB are free")
     lines: list[str] = []
-    logs.set_up("warning", lines.append, human)
+    logs.set_up("warning", lines.append, style)
     for line in [*capsys.readouterr().err.splitlines(), "LibraryWarning: deprecated\x1b[2J"]:
         notes.relay("worker", line)
     assert lines[0] == "training needs about 5 GB"
@@ -62,22 +63,22 @@ def test_notes_of_a_worker_are_plain_lines(human: bool, capsys: pytest.CaptureFi
 
 def test_log_level_applies_to_own_loggers_only() -> None:
     lines: list[str] = []
-    logs.set_up("debug", lines.append, human=False)
+    logs.set_up("debug", lines.append, "json")
     logging.getLogger("node.x").debug("a")
     logging.getLogger("asyncio").debug("b")
     logging.getLogger("elsewhere").info("c")
     logging.getLogger("elsewhere").warning("d")
     assert [json.loads(line)["event"] for line in lines] == ["a", "d"]
-    logs.set_up("error", lines.append, human=False)
+    logs.set_up("error", lines.append, "json")
     logging.getLogger("elsewhere").warning("e")
     logging.getLogger("node.x").warning("f")
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize("human", [True, False])
-def test_foreign_text_in_logs_is_escaped_and_bounded(human: bool) -> None:
+@pytest.mark.parametrize("style", ["coloured", "plain", "json"])
+def test_foreign_text_in_logs_is_escaped_and_bounded(style: LogStyle) -> None:
     lines: list[str] = []
-    logs.set_up("info", lines.append, human)
+    logs.set_up("info", lines.append, style)
     logging.getLogger("node.x").info("%s", "evil\x1b[2J\x9b1m\nfaked line " + "x" * 10**6)
     try:
         raise ValueError("y" * 10**6)

@@ -73,7 +73,7 @@ def test_figures_are_written_with_units(written: Callable[[float], str], values:
 async def test_without_terminal_stdout_has_only_data(member: bool, capfd: pytest.CaptureFixture[str]) -> None:
     """A fork's line tells whether the roster has another peer of this peer's stage."""
     terminal = Terminal(as_json=True)
-    assert not terminal.is_live and not terminal.is_terminal
+    assert not terminal.is_live and terminal.log_style == "json"
     peers = (PeerStatus(PEER, "bob", member, True, 5, ""), PeerStatus("12D3KooWx", "eve", True, True, 5, "", stage=1))
     async with terminal.showing(lambda: replace(BUSY, peers=peers)):
         terminal.say("hello\nthere\x1b[2J")

@@ -1,0 +1,50 @@
+"""How this program was started: every command that it prints or writes down can be typed again.
+
+`starling …` if it is installed from a wheel, where no module `node` is to be had, or was started by that name; else
+`python -m node …`. A peer that `starling swarm` starts says the same as the command that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+NAME, MODULE = "starling", "python -m node"
+STARTED_AS = "STARLING_STARTED_AS"
+ROOT = Path(__file__).parents[2]
+"""The directory of the packages `node` and `protocols`, first on the path of every process of a peer."""
+IS_INSTALLED = ROOT.name == "code" and ROOT.parent.name == "starling_node"
+
+
+def program() -> str:
+    """What the user types before the name of a command."""
+    by_name = IS_INSTALLED or Path(sys.argv[0]).stem == NAME
+    given = os.environ.get(STARTED_AS)
+    return given if given in (NAME, MODULE) and not IS_INSTALLED else NAME if by_name else MODULE
+
+
+def typed(command: str) -> str:
+    """The whole line of a command of this program, such as `join --page`."""
+    return f"{program()} {command}"
+
+
+def child_environment() -> dict[str, str]:
+    """The variables by which a Python that imports nothing from the current directory finds this project."""
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return {"PYTHONPATH": os.pathsep.join(paths), STARTED_AS: program()}
+
+
+def install(extra: str) -> str:
+    """How an extra of pyproject.toml is installed: hf, data or lightning.
+
+    In a checkout it names the folder: the project's plain name on the package index belongs to another project.
+    """
+    if not IS_INSTALLED:
+        return f"run `make install` in Starling's checkout, or there pip install -e '.[{extra}]'"
+    wanted, prefix = f"'{NAME}-node[{extra}]'", Path(sys.prefix).parts
+    if "pipx" in prefix:
+        return f"pipx runpip {NAME}-node install {wanted}"
+    if "uv" in prefix and "tools" in prefix:
+        return f"uv pip install --python {sys.executable} {wanted}"
+    return f"{sys.executable} -m pip install {wanted}"
