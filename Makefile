@@ -13,7 +13,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	$$each -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$each; break; }; done)
 
-.PHONY: install swarm lint check test sim chaos chaos-table soak docker-test gpu-test bench bench-peers clean
+.PHONY: install swarm lint check test sim chaos chaos-table soak docker-test gpu-test bench bench-peers dist clean
 
 install: $(STAMP)
 
@@ -150,6 +150,19 @@ bench-peers: $(VENV)/peers
 $(VENV)/peers: $(STAMP)
 	$(PIP) --editable '.[peers]'
 	@touch $@
+
+# The wheel and the source archive of this commit; the wheel is built from the archive, without a network (docs/release.md).
+DIST := dist
+dist: install
+	rm -rf $(DIST)
+	@$(MAKE) --no-print-directory dist-files
+
+.PHONY: dist-files
+dist-files:
+	$(BIN)/python -c 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])' $(DIST) > /dev/null
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--wheel-dir $(DIST) $(DIST)/starling_node-*.tar.gz
+	@ls $(DIST)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

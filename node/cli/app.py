@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from node._version import VERSION
-from node.cli import local, options, remote
+from node.cli import local, options, remote, upkeep
 from node.cli.remote import CommandError
 from node.config.launcher import machines_of
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
@@ -41,16 +41,15 @@ from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 """Errors of a full disk under stdout, and of a terminal that was closed."""
 
-OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")  # Options that describe a run to start
-
 EXAMPLES = f"""\
 {typed("join --nickname anna --page"):53}# start a run
 {typed("join --bootstrap ADDR --run-id HEX"):53}# join it elsewhere
 {typed("join --hours sat-sun --upload-limit 1"):53}# resume, within limits"""
 
-app = typer.Typer(cls=options.CommandGroup, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=options.CommandGroup, pretty_exceptions_enable=False)
 app.add_typer(remote.app)
 app.add_typer(local.app)
+app.add_typer(upkeep.app)
 
 
 @app.callback(invoke_without_command=True)
@@ -85,7 +84,7 @@ def join(
     try:
         with exit_on_signal():
             given = {name: value for name, value in ctx.params.items() if value not in (None, (), [])}
-            of_run = {name: given.pop(name) for name in OF_RUN if name in given}
+            of_run = {name: given.pop(name) for name in options.OF_RUN if name in given}
             return _join(given, of_run)
     finally:
         gc.enable()

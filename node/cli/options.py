@@ -23,6 +23,7 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PeerC
 _IN_UNITS = {"MB": "In megabytes per second, or with a unit, like 800kB.", "GB": "In gigabytes, or with a unit."}
 
 
+OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")  # Options of `join` about a run to start
 USUAL = "Usual"  # First section of `join --help`
 
 
@@ -55,6 +56,7 @@ class JoinCommand(TyperCommand):
 
 def _as_shown(params: list[Any]) -> list[Any]:
     for each in params:
+        each.hidden = getattr(each, "hidden", False) or each.name in ("install_completion", "show_completion")
         if getattr(each, "is_bool_flag", False):
             each.metavar = ""
     *own, help_option = params

@@ -64,15 +64,28 @@ def _made(parent: Path | None) -> tuple[Path, int | None]:
     raise DaemonError(f"cannot create a directory for sockets beside {directory}: another program removes them at once")
 
 
+def dead_socket_directories() -> list[Path]:
+    """Those among the temporary files that killed processes of this user have left."""
+    return [*_dead(Path(tempfile.gettempdir()))]
+
+
 def _sweep(parent: Path) -> None:
-    """Remove directories that killed processes of this user have left: those that no process locks any more."""
+    for left in _dead(parent):
+        _remove(left)
+
+
+def _dead(parent: Path) -> Iterator[Path]:
+    """Directories that killed processes of this user have left: those that no process locks any more. Each is locked
+    until the next is asked for."""
     with suppress(OSError):
         names = [name for name in os.listdir(parent) if name.startswith(_PREFIX)]
         for left in (parent / name for name in names[:_MAX_SWEPT]):
             with suppress(OSError):
                 if left.lstat().st_uid == os.getuid() and (held := hold(left / _LOCK)) is not None:
-                    _remove(left)
-                    os.close(held)
+                    try:
+                        yield left
+                    finally:
+                        os.close(held)
 
 
 def _remove(directory: Path) -> None:

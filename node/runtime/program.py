@@ -29,6 +29,14 @@ def typed(command: str) -> str:
     return f"{program()} {command}"
 
 
+def restart_words() -> tuple[str, ...]:
+    """The first words of a command that starts this program again, from any directory."""
+    for script in (Path(sys.argv[0]).absolute(), Path(sys.executable).with_name(NAME)):
+        if script.name == NAME and script.is_file():
+            return (str(script),)
+    return (sys.executable, "-m", "starling_node" if IS_INSTALLED else "node")
+
+
 def child_environment() -> dict[str, str]:
     """The variables by which a Python that imports nothing from the current directory finds this project."""
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))

@@ -20,7 +20,8 @@ _SUITE, _PACKAGES = "bookworm", "python3,python3-venv,ca-certificates"
 _UNUSED = ("var/cache/apt/archives/*.deb", "var/cache/apt/*.bin", "var/lib/apt/lists/*", "usr/share/doc/*",
            "usr/share/man/*", "usr/share/locale/*")  # fmt: skip
 _PULL_SECONDS, _BASE_SECONDS, _WHEELS_SECONDS, _BUILD_SECONDS = 60.0, 600.0, 600.0, 1800.0
-_SOURCES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore", "node", "protocols", "docker")
+_SOURCES = ("pyproject.toml", "constraints.txt", "LICENSE", ".dockerignore", "node", "protocols",
+            "starling_node", "docker")  # fmt: skip
 _LOOK = (
     "ls -d /wheels /build /root/.config/pip /root/.cache/pip /etc/pip.conf 2>/dev/null; "
     "env | grep -E '^(PIP_|.*_CERT|.*PROXY)'; find /opt /root /home /state /tmp /var -name '*.whl' 2>/dev/null; "
@@ -85,7 +86,7 @@ def pip_arguments(engine: Engine, base: str, given: str | None, context: Path) -
         return None
     with (REPOSITORY / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["page"], "setuptools"]
+    needed = project["dependencies"]
     pinned = (REPOSITORY / "constraints.txt").read_text().splitlines()
     torch = next(line for line in pinned if line.startswith("torch=="))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(context / "docker" / "wheels")]

@@ -23,7 +23,8 @@ from types import ModuleType
 
 import pytest
 
-from node.cli.app import OF_RUN, main
+from node.cli.app import main
+from node.cli.options import OF_RUN
 from node.config.peer_config import SETTINGS, option_name
 from node.network.daemon import DaemonError
 from tests.support.fake_peer import ADDRESS
