@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +20,15 @@ from node.config.peer_config import SETTABLE, SETTINGS
 from node.config.peer_sources import load_peer
 from node.config.sizes import in_unit
 from node.page.keys import last_port, read_link
-from node.reporting.status import Status, join_command, parse, printable, to_json, who_joins
+from node.reporting.status import Status, join_command, parse, parse_as, printable, to_json, who_joins
+from node.reporting.swarm import SwarmStatus
 from node.runtime.program import typed
 from node.session.fatal import FatalPeerError
 from node.tasks.hf.settings import ModelError
 from node.ui.control import ControlUnavailable, ask, home, running
 
 ASK_SECONDS = 5.0
+SWARM_SECONDS, SWARM_PAUSE_SECONDS = 20.0, 0.3
 MAX_ADDRESSES = 64  # Addresses in one command: all of them are asked at the same time
 
 
@@ -54,16 +56,24 @@ def status(
     bootstrap: Annotated[
         str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead; it may run anywhere.")
     ] = None,
+    swarm: Annotated[
+        bool, typer.Option("--swarm", help="Show the whole swarm: what each peer does, as it says itself.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the whole status as one JSON object.")] = False,
 ) -> int:
     """Show what a running peer is doing, and how others can join it."""
+    if swarm and bootstrap:
+        raise CommandError("--swarm asks the peer on this machine: leave --bootstrap out")
     answer = _ask_remote(bootstrap) if bootstrap else asyncio.run(_ask(state_dir, "status"))
     try:
         shown = parse(answer)
+        peers = parse_as(SwarmStatus, asyncio.run(_ask_swarm(state_dir)), "swarm") if swarm else None
     except ValueError as error:
         raise PeerUnreachable(f"the peer's answer cannot be read ({error}): does it run another version?") from None
     if json:
-        print(to_json(shown))
+        print(to_json(asdict(shown) | ({"swarm": asdict(peers)} if peers else {})))
+    elif peers:
+        _show_swarm(peers, shown.stages > 1)
     else:
         _show(shown)
     return 0
@@ -142,6 +152,15 @@ def _show(shown: Status) -> None:
         print(f"\n{who_joins(where)}\n{line}")
 
 
+def _show_swarm(peers: SwarmStatus, staged: bool) -> None:
+    from rich.console import Console
+
+    from node.ui.terminal import render_swarm
+
+    console = Console(highlight=False)
+    console.print(render_swarm(peers, console.width, staged))
+
+
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +214,17 @@ async def _ask(state_dir: Path | None, what: str, **values: object) -> dict[str,
         return await ask(state_dir or await _only_running(deadline), what, deadline, **values)
     except (ControlUnavailable, OSError) as error:
         raise PeerUnreachable(str(error)) from None
+
+
+async def _ask_swarm(state_dir: Path | None) -> dict[str, Any]:
+    """What the peer knows of the swarm once it has asked all live peers, or after some seconds."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + SWARM_SECONDS
+    while True:
+        answer = await _ask(state_dir, "swarm")
+        if answer.get("asked") is not False or loop.time() >= until:
+            return answer
+        await asyncio.sleep(SWARM_PAUSE_SECONDS)
 
 
 async def _only_running(deadline: float) -> Path:

@@ -25,6 +25,7 @@ from node.joining.addresses_file import AddressLine
 from node.membership.hello import (
     BOOTSTRAP_METHOD,
     MAX_STATUS_BYTES,
+    MAX_SUMMARY_BYTES,
     RunReply,
     StageRejected,
     StageReply,
@@ -32,12 +33,13 @@ from node.membership.hello import (
     WantRun,
     WantStage,
     WantStatus,
+    WantSummary,
 )
 from node.membership.membership import Membership
-from node.reporting.status import to_json
+from node.reporting.status import Status, brief, parse, to_json
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
-from protocols.base import BadPayload, Deadline, PeerError, PeerId, Stream, Transport
+from protocols.base import BadPayload, Deadline, Header, PeerError, PeerId, Stream, Transport
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +85,9 @@ class BootstrapServer:
                 case WantRun():
                     run = self._run
                     await stream.send(RunReply(len(run.sealed), len(run.sample)), run.sealed + run.sample)
-                case WantStatus():
-                    data = _bounded(self._status())
+                case WantStatus() | WantSummary():
+                    status = self._status()
+                    data = _bounded(brief(status) if isinstance(request, WantSummary) else status)
                     await stream.send(StatusReply(len(data)), data)
                 case WantStage() if self._assign:
                     await stream.send(await self._assign(peer, request))
@@ -110,9 +113,26 @@ async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run
 
 
 async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> dict[str, Any]:
+    return await _ask_status(transport, peer, WantStatus(), MAX_STATUS_BYTES, deadline)
+
+
+async def ask_summary(transport: Transport, peer: PeerId, deadline: Deadline) -> Status:
+    """Ask a peer for its status without other peers. Raises `PeerError`, and `BadPayload` for one that is not valid."""
+    data = await _ask_status(transport, peer, WantSummary(), MAX_SUMMARY_BYTES, deadline)
+    try:
+        return parse(data)
+    except ValueError as error:
+        raise BadPayload(str(error)) from None
+
+
+async def _ask_status(
+    transport: Transport, peer: PeerId, request: Header, most_bytes: int, deadline: Deadline
+) -> dict[str, Any]:
     async with transport.open(peer, BOOTSTRAP_METHOD, deadline) as stream:
-        await stream.send(WantStatus())
+        await stream.send(request)
         answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StatusReply)
+        if answer.size > most_bytes:
+            raise BadPayload(f"a status of {answer.size} bytes, where at most {most_bytes} are allowed")
         data = bytearray(answer.size)
         await stream.receive_into(memoryview(data))
     try:

@@ -71,7 +71,10 @@ class Parameters:
         self._count = sum(math.prod(shape) for shape, _ in self._expected.values())
         self._extra = ExtraTensors(model, self._extra_names, self._count)
         shapes = tuple((name, shape) for name, (shape, _) in self._expected.items())
-        self.layout = Layout(((*shapes, *self._extra.fragment),))
+        self.layout, self.device = (
+            Layout(((*shapes, *self._extra.fragment),)),
+            named[0][1].device,
+        )  # the latter at first
         self._bystanders = Bystanders(model, named)
         self._taken: dict[str, torch.Tensor] = {}  # of parameters that are not float32, as last copied
 

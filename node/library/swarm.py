@@ -38,7 +38,7 @@ from node.runtime.json_file import read_json
 from node.runtime.locks import hold
 from node.tasks.base import Step
 from node.training.shared import Shared, read_only_vector
-from node.training.trainer import LocalTraining, as_json
+from node.training.trainer import LocalTraining, as_json, device_name
 from protocols.base import Layout, Vector
 
 if TYPE_CHECKING:  # only a script of several ranks loads its code
@@ -518,7 +518,8 @@ class Swarm:
         if not known:
             parameters.copy_out(self._shared.local, fresh=True)
         self._inner_steps = int(spec["recipe"]["inner_steps"])
-        self._tell("done", {"layout": parameters.layout.fragments, "evaluates": self._evaluate is not None})
+        known_as, evaluates = device_name(parameters.device), self._evaluate is not None
+        self._tell("done", {"layout": parameters.layout.fragments, "evaluates": evaluates, "device": known_as})
         self._state = State.WAITING
 
     def _map_anchor(self, link: Link) -> None:

@@ -40,6 +40,7 @@ MAX_RUN_BYTES = 1 << 16
 MAX_SKETCH_BYTES = 256
 MAX_SAMPLE_BYTES = 1 << 18
 MAX_STATUS_BYTES = 1 << 16
+MAX_SUMMARY_BYTES = 1 << 13
 MAX_WALL_SECONDS = 1e11
 MAX_RATE = 1e9
 MAX_SEATS = 1 << 20
@@ -138,6 +139,11 @@ class WantStatus(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class WantSummary(Header):
+    """From any peer; answered with `StatusReply`: a status of at most `MAX_SUMMARY_BYTES`, without other peers."""
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReply(Header):
     """Announces the status: `size` bytes of JSON follow."""
 
@@ -176,4 +182,5 @@ MESSAGES: tuple[type[Header], ...] = (
     StatusReply,
 )
 register(48, MESSAGES)
+register(63, (WantSummary,))
 register(189, (WantStage, StageReply, StageRejected))

@@ -44,7 +44,7 @@ class PageSources(Protocol):
     command: Command
 
     def values(self) -> Mapping[str, Any]:
-        """Everything of the present moment, ready for JSON."""
+        """Everything of the present moment, ready for JSON, in parts by name: the page is sent those that changed."""
 
     def metrics(self) -> bytes:
         """In Prometheus's text format."""
@@ -183,7 +183,8 @@ class EventStream:
     ) -> None:
         self._incarnation, self._values, self._feed, self._stop = incarnation, values, feed, stop
         self._streams = 0
-        self._status, self._status_at = b"", 0.0
+        self._status: dict[str, str] = {}  # part -> itself as a member of a JSON object
+        self._status_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         after = self._after(Request(scope).headers.get("last-event-id", ""))
@@ -205,8 +206,12 @@ class EventStream:
         """The stream's content: first what the reader lacks, then events as they come and the status each second."""
         loop, feed = asyncio.get_running_loop(), self._feed
         pieces, number = self._news(after)
+        shown: Mapping[str, str] = {}
         while True:
-            yield b"".join((*pieces, self._present_status()))
+            status = self._present_status()
+            changed = [part for name, part in status.items() if part != shown.get(name)]
+            shown = status
+            yield b"".join((*pieces, f"event: status\ndata: {{{','.join(changed)}}}\n\n".encode()))
             due = loop.time() + STATUS_SECONDS
             while await feed.changed(number, due):
                 pieces, number = self._news(number)
@@ -222,12 +227,12 @@ class EventStream:
         pieces = [self._event(each.kind, each.number, each.data) for each in events]
         return pieces, events[-1].number if events else after or 0
 
-    def _present_status(self) -> bytes:
-        """The status, computed at most once in half a period, however many readers there are."""
+    def _present_status(self) -> Mapping[str, str]:
+        """The parts of the status, computed at most once in half a period, however many readers there are."""
         now = asyncio.get_running_loop().time()
         if now - self._status_at > STATUS_SECONDS / 2:
             self._status_at = now
-            self._status = f"event: status\ndata: {to_json(self._values())}\n\n".encode()
+            self._status = {name: to_json({name: value})[1:-1] for name, value in self._values().items()}
         return self._status
 
     def _event(self, kind: str, number: int, data: Mapping[str, Any]) -> bytes:

@@ -16,10 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from node.reporting.event_feed import BUCKETS_SECONDS, SUMS, Histogram, RunCounters
-from node.reporting.status import Status
+from node.reporting.status import STATES, Status
 
 MAX_PEER_LABELS = 64
-STATES = ("starting", "joining", "syncing", "training", "averaging", "waiting", "paused", "leaving", "finished")
 OUTCOMES = ("committed", "alone", "skipped", "undecided", "superseded", "fork")
 
 Samples = Iterable[tuple[Mapping[str, str], float]]  # (labels, value) pairs of one metric

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import cache
+from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from node.network.address_scope import Scope, scope
 from node.reporting.report import RoundReport
@@ -21,6 +22,11 @@ MAX_NAME = 16  # Most characters of a nickname that are shown
 MAX_LISTED = 4096  # Most peers or addresses in one status
 MAX_NUMBER = 1 << 63
 OTHERS_REDUCE = "other members reduce"
+MAX_BRIEF_NAMES = 8
+STATES = ("starting", "joining", "syncing", "training", "averaging", "waiting", "paused", "leaving", "finished")
+_LATER = frozenset({"version", "device"})  # Fields of a status that a peer of an earlier version leaves out
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class Status:
     joiners: int = 0  # that download this peer's state now
     checkpoint_problem: str = ""  # why the latest checkpoint failed
     limits: str = ""  # this peer's limits on its traffic, what they cost the run, and its quota
+    version: str = ""  # of the peer's code
+    device: str = ""  # on which its worker trains; empty if not known yet
 
 
 def public(status: Status) -> Status:
@@ -133,37 +141,40 @@ def _finite(value: object) -> object:
     return value
 
 
+def brief(status: Mapping[str, Any]) -> dict[str, Any]:
+    """A status, as a dictionary, without what grows with the swarm."""
+    return {**status, "peers": (), "addresses": (), "waiting_for": status["waiting_for"][:MAX_BRIEF_NAMES]}
+
+
 def parse(data: object) -> Status:
     """Read a status from untrusted JSON. The result is bounded and safe to print. Raises ValueError."""
-    status: Status = _parsed(Status, data, "status")
-    return status
+    return parse_as(Status, data, "status")
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
-
-
-def _parsed(kind: Any, data: object, where: str) -> Any:
+def parse_as(kind: type[T], data: object, where: str) -> T:
+    """Read a dataclass of plain fields, as `parse` does; `where` names it in errors."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} is not an object")
-    names = {each.name: str(each.type) for each in dataclasses.fields(kind)}
-    return kind(**{name: _value(of, data.get(name), f"{where}.{name}") for name, of in names.items()})
+    kinds = {name: of for name, of in _kinds(cast(Hashable, kind)).items() if name in data or name not in _LATER}
+    return kind(**{name: _value(of, data.get(name), f"{where}.{name}") for name, of in kinds.items()})
 
 
-def _value(kind: str, value: object, where: str) -> object:
-    if kind.startswith("tuple["):
+_kinds = cache(get_type_hints)
+
+
+def _value(kind: Any, value: object, where: str) -> object:
+    if get_origin(kind) is tuple:
         if not isinstance(value, list) or len(value) > MAX_LISTED:
             raise ValueError(f"{where} is not a list of at most {MAX_LISTED}")
-        item = kind.removeprefix("tuple[").removesuffix(", ...]")
-        if item == "PeerStatus":
-            return tuple(_parsed(PeerStatus, each, where) for each in value)
-        return tuple(_value(item, each, where) for each in value)
-    if kind == "SyncStatus | None":
-        return None if value is None else _parsed(SyncStatus, value, where)
-    if value is None and kind.startswith("float"):
-        return None if kind.endswith("None") else math.nan
-    kinds = _KINDS[kind.removesuffix(" | None")]
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ValueError(f"{where} is missing, or not a {kind}")
+        return tuple(_value(get_args(kind)[0], each, where) for each in value)
+    if type(None) in get_args(kind):
+        return None if value is None else _value(get_args(kind)[0], value, where)
+    if dataclasses.is_dataclass(kind):
+        return parse_as(kind, value, where)  # type: ignore[arg-type]
+    if value is None and kind is float:
+        return math.nan
+    if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where} is missing, or not a {kind.__name__}")
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, int | float) and abs(value) > MAX_NUMBER:

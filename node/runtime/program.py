@@ -50,9 +50,25 @@ def install(extra: str) -> str:
     """
     if not IS_INSTALLED:
         return f"run `make install` in Starling's checkout, or there pip install -e '.[{extra}]'"
-    wanted, prefix = f"'{NAME}-node[{extra}]'", Path(sys.prefix).parts
-    if "pipx" in prefix:
-        return f"pipx runpip {NAME}-node install {wanted}"
-    if "uv" in prefix and "tools" in prefix:
-        return f"uv pip install --python {sys.executable} {wanted}"
-    return f"{sys.executable} -m pip install {wanted}"
+    wanted = f"'{NAME}-node[{extra}]'"
+    return {
+        "pipx": f"pipx runpip {NAME}-node install {wanted}",
+        "uv": f"uv pip install --python {sys.executable} {wanted}",
+        "pip": f"{sys.executable} -m pip install {wanted}",
+    }[_installer()]
+
+
+def upgrade() -> str:
+    """How this program is brought up to date."""
+    if not IS_INSTALLED:
+        return "in Starling's checkout run `git pull` and `make install`"
+    return {
+        "pipx": f"pipx upgrade {NAME}-node",
+        "uv": f"uv tool upgrade {NAME}-node",
+        "pip": f"{sys.executable} -m pip install --upgrade {NAME}-node",
+    }[_installer()]
+
+
+def _installer() -> str:
+    prefix = Path(sys.prefix).parts
+    return "pipx" if "pipx" in prefix else "uv" if "uv" in prefix and "tools" in prefix else "pip"

@@ -14,7 +14,7 @@ from node.config.manifest import Manifest
 from node.config.run_config import RunConfig
 from node.joining import resume
 from node.joining.addresses_file import keep_addresses_file
-from node.joining.bootstrap import BootstrapServer, RunInfo, add_candidates, reach
+from node.joining.bootstrap import BootstrapServer, RunInfo, add_candidates, ask_summary, reach
 from node.joining.stages import StageAssigner
 from node.machine.monitor import MachineMonitor, SleepGuard
 from node.membership.handshake import LocalPeer, LocalStage
@@ -39,7 +39,7 @@ from node.storage.journal import Journal
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from protocols.aio import Gate, task_group
-from protocols.base import Host, Layout, Trainer
+from protocols.base import Host, Layout, PeerId, Trainer
 from protocols.blobs.parts import LEAST_ROUNDS, PartCache, PartStore
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
@@ -143,6 +143,8 @@ async def open_session(
         BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign)
         past = await peer.disk.run(journal.recent, 0)  # what earlier incarnations of this peer reported
         view.recall(past)
+        for report in past:
+            peer.swarm.counted.add(report)
         if isinstance(loop, ReplicatedOuterLoop):
             loop.recall(tokens_counted(past))
 
@@ -150,6 +152,7 @@ async def open_session(
             journal.write(report)
             tracker.reported(report)
             view.report(report)
+            peer.swarm.counted.add(report)
             peer.pauses.round_ended()
 
         session = PeerSession(
@@ -178,6 +181,7 @@ async def open_session(
             peer.pauses.run(),
             MachineMonitor(machine_rules(config), peer.files, peer.pauses.wish, peer.limits.quota).run(),
             SleepGuard(save).run(),
+            peer.swarm.run(partial(ask_summary, peer.transport), lambda: _live(membership)),
         ]
         if config.addresses_file:
             beside.append(keep_addresses_file(config.addresses_file, tracker.addresses, peer.files, view.say))
@@ -186,6 +190,10 @@ async def open_session(
             yield session
             for each in helpers:
                 each.cancel()
+
+
+def _live(membership: Membership) -> list[PeerId]:
+    return [each.peer for each in membership.contacts() if each.live]
 
 
 def _membership(

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from node.reporting.status import EventSink, Status, join_command, narrow, not_d
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.metrics import CpuMeter
+from node.runtime.program import upgrade
 from node.runtime.proxies import dialled_directly
 from node.session.pausing import PauseController
 from node.session.status_tracker import StatusTracker
+from node.session.swarm_poller import SwarmPoller
 from node.session.traffic_limits import TrafficLimits
 from node.storage.statedir import StateDir
 from node.ui.control import Command, ControlServer
@@ -53,6 +55,7 @@ class PeerProcesses:
         self.limits = TrafficLimits(config, self.clock.wall, state.path, self.files)
         self.tracker = StatusTracker(config.nickname, self.me, self.limits, self.clock)
         self._terminal, self.view = view, EventFeed(view, self.clock.wall)
+        self.swarm = SwarmPoller(self.tracker.status, self.view.say, upgrade())
 
     @asynccontextmanager
     async def running(self, judge: Callable[[RunInfo], None], on_asked: Callable[..., None]) -> AsyncIterator[None]:
@@ -63,7 +66,7 @@ class PeerProcesses:
         """
         config, state, tracker, say = self.config, self.state, self.tracker, self.view.say
         tracker.pauses = self.pauses = PauseController(state.path, self.clock, say)
-        command = partial(carry_out, finish=on_asked, pauses=self.pauses, limits=self.limits)
+        command = partial(carry_out, finish=on_asked, pauses=self.pauses, limits=self.limits, swarm=self.swarm)
         async with (
             tracker.lag,
             self.compute,
@@ -112,7 +115,7 @@ class PeerProcesses:
     def _page(self, command: Command) -> PageServer:
         config = self.config
         return PageServer(
-            PageContent(config, self.tracker, self.transport, self.view, command),
+            PageContent(config, self.tracker, self.transport, self.view, command, self.swarm),
             self._terminal.say,  # the link holds the token: it must not get into the page itself, nor into a log
             state_dir=self.state.path,
             port=config.page_port,
@@ -122,14 +125,23 @@ class PeerProcesses:
 
 
 async def carry_out(
-    request: Mapping[str, Any], finish: Callable[[], None], pauses: PauseController, limits: TrafficLimits
+    request: Mapping[str, Any],
+    *,
+    finish: Callable[[], None],
+    pauses: PauseController,
+    limits: TrafficLimits,
+    swarm: SwarmPoller,
 ) -> Mapping[str, object]:
     """Carry out a request of the control socket or the page, a JSON object that names the command by `do`.
 
-    The answer has `ok` and, with it, a `line` for the user; or `error` if the request is unknown.
+    The answer has `ok` and, with it, a `line` for the user; or `error` if the request is unknown. That to "swarm" is a
+    `SwarmStatus`, which the next answers fill.
     """
     try:
         match request:
+            case {"do": "swarm"}:
+                swarm.want()
+                return asdict(swarm.view())
             case {"do": "finish"}:
                 finish()
                 return {"ok": True}
@@ -143,22 +155,32 @@ async def carry_out(
         return {"ok": False, "line": str(error)}
     except OverflowError:  # an integer that is too large for a float
         return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
-    return {"error": 'ask {"do": …} with "status", "finish", "pause", "resume" or "set"'}
+    return {"error": 'ask {"do": …} with "status", "swarm", "finish", "pause", "resume" or "set"'}
 
 
 CONTROLS = ("pause", "finish")  # What the page's user may ask for
+SWARM_SECONDS = 5.0  # How old the page's table of peers may be, unless a peer comes or goes
 
 
 class PageContent:
     """`node.page.app.PageSources` of a running peer."""
 
     def __init__(
-        self, config: PeerConfig, tracker: StatusTracker, transport: LibP2PTransport, feed: EventFeed, command: Command
+        self,
+        config: PeerConfig,
+        tracker: StatusTracker,
+        transport: LibP2PTransport,
+        feed: EventFeed,
+        command: Command,
+        swarm: SwarmPoller,
     ) -> None:
         self.incarnation, self.feed, self.command = tracker.incarnation, feed, command
-        self._transport, self._tracker = transport, tracker
+        self._transport, self._tracker, self._swarm = transport, tracker, swarm
         self._announced = bool(config.announce) or all(scope(each) == Scope.MACHINE for each in config.listen)
         self._cpu = CpuMeter()
+        self._here: tuple[tuple[str, bool], ...] | None = None
+        self._peers: Mapping[str, Any] = {}
+        self._swarm_due = 0.0
 
     def values(self) -> Mapping[str, Any]:
         meter, status = self._transport.traffic.meter, self._tracker.status()
@@ -170,15 +192,33 @@ class PageContent:
             by_class.setdefault(str(kind), {})[str(direction)] = count
         return {
             "time": self._tracker.clock.wall(),
-            "version": VERSION,
             "bytes_per_second": speeds,  # by direction, over the last seconds
             "network_bytes": by_class,  # by class of traffic and direction, since the peer started
-            "peer_bytes": {peer: (counts.sent, counts.received) for peer, counts in meter.peers().items()},
             "cpu_cores": self._cpu.cores(self._tracker.pids(), asyncio.get_running_loop().time()),
             "temperature_celsius": hottest_celsius()[0],
             "controls": CONTROLS,
             **of_status(status, self._announced),
+            **self._of_swarm(status),
         }
+
+    def _of_swarm(self, status: Status) -> Mapping[str, Any]:
+        """What grows with the swarm changes only now and then, so that the page is not sent it each second."""
+        self._swarm.want()  # a page is there
+        now = asyncio.get_running_loop().time()
+        here = tuple((each.peer, each.live) for each in status.peers)
+        if here != self._here or now >= self._swarm_due:
+            self._here, self._swarm_due = here, now + SWARM_SECONDS
+            meter = self._transport.traffic.meter
+            self._peers = {
+                "swarm": asdict(self._swarm.view(status)),
+                "peer_bytes": {peer: (counts.sent, counts.received) for peer, counts in meter.peers().items()},
+            }
+        return self._peers
+
+    def _refused(self) -> Mapping[str, int]:
+        """Part of the peer -> number of peers and messages refused by it."""
+        streams, unreadable = sum(self._transport.refused.values()), sum(self._swarm.unreadable.values())
+        return {"streams": streams, "status": unreadable, **self._tracker.refused()}
 
     def metrics(self) -> bytes:
         from node.page.prometheus import metrics_text
@@ -190,7 +230,7 @@ class PageContent:
             self.feed.counters,
             info={"version": VERSION, "protocol": status.protocol, "peer": status.peer, "name": status.run},
             network_bytes={(str(direction), str(kind)): count for (direction, kind), count in totals.items()},
-            refused={"streams": sum(transport.refused.values()), **self._tracker.refused()},
+            refused=self._refused(),
             restarts={"p2pd": transport.restarts, **self._tracker.restarts()},
             temperature_celsius=hottest_celsius()[0],
         )
@@ -204,7 +244,7 @@ def of_status(status: Status, announced: bool = False) -> dict[str, Any]:
     data = slow and f"data goes to {slow}"
     warnings = (status.clock, status.checkpoint_problem, here_only, undialled(status.addresses), data)
     return {
-        "status": asdict(status),
+        "status": asdict(replace(status, peers=())),  # the page has them with the swarm
         "join": {"command": join[0], "who": who_joins(join[1])} if join else None,
         "warnings": [line for line in warnings if line],  # what the user should know or mend
         "announced": announced,

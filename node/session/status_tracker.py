@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from node._version import VERSION
 from node.config.manifest import Manifest
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
@@ -139,6 +140,8 @@ class StatusTracker:
         if self._in_session and state not in ("leaving", "finished"):
             if self.pauses and (why := self.pauses.reason):
                 return "paused", why
+            if state == "training" and self._work.resting and (why := self._worker.resting_reason):
+                return "waiting", why
             if state == "training" and self._pipeline:
                 reason = reason or self._pipeline.waiting_reason()
         return state, reason
@@ -258,4 +261,6 @@ class StatusTracker:
             joiners=self._sync.joiners if session else 0,
             checkpoint_problem=printable(self._checkpoints.problem) if session else "",
             limits=self._limits.describe(1 + sum(each.live for each in contacts)),
+            version=VERSION,
+            device=printable(self._worker.device) if session else "",
         )

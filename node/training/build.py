@@ -22,7 +22,7 @@ from node.tasks.spec import GptValues, OwnValues, PacedValues, WorkerSpec
 from node.tasks.text import load
 from node.training.inner_optimizer import LossScale
 from node.training.task_learner import TaskLearner
-from node.training.trainer import Learner
+from node.training.trainer import Learner, device_name
 from protocols.base import Vector
 
 BFLOAT16_WIDTH = 192
@@ -154,6 +154,14 @@ def device_of(name: str) -> str:
     if not there[kind] or (number and int(number) >= torch.cuda.device_count()):
         raise ValueError(f"no device {name} on this machine that this build of torch can use: try --device auto")
     return name
+
+
+def devices_of(spec: WorkerSpec) -> str:
+    """What a worker trains on, in words. Its own machine's devices; those of a cluster are taken to be alike."""
+    if isinstance(spec.values, PacedValues):
+        return "cpu"
+    number, name = spec.ranks * spec.nodes, device_name(device_of((spec.devices or (spec.device,))[0]))
+    return f"{number} × {name}" if number > 1 else name
 
 
 def hf_precision(device: str, tells: bool) -> str:

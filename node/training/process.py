@@ -56,6 +56,7 @@ class WorkerProcess:
         self.command = ""  # the latest one, by name
         self.finished = set[str]()  # names of those carried out; `train` from its first step on
         self.layout, self.timeout_seconds = Layout(()), liveness.TIMEOUT_SECONDS
+        self.device = ""  # in words
         self._reader, self._writer = reader, writer
 
     @classmethod
@@ -105,6 +106,7 @@ class WorkerProcess:
         fragments = answer["layout"]
         self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
         self.timeout_seconds = spec.timeout_seconds or answer["timeout_seconds"] or liveness.TIMEOUT_SECONDS
+        self.device = str(answer["device"])
 
     @property
     def failure(self) -> str:

@@ -72,6 +72,7 @@ class RemoteTrainer:
         self._resting = self._released = False
         self._ended: WorkerProcess | None = None  # the worker that `release` ended last
         self._without_worker = NOTHING
+        self.device = ""  # on which the worker trains, in words
         self._notifier = Notifier()
 
     async def __aenter__(self) -> Self:
@@ -80,7 +81,7 @@ class RemoteTrainer:
         self._supervisor = self._supervisor_of(self._descriptor)
         try:
             worker = self._worker = await self._supervisor.start()
-            self.layout = worker.layout
+            self.layout, self.device = worker.layout, worker.device
             self._shared = self._memory(worker)
         except BaseException as error:
             os.close(self._descriptor)
@@ -112,6 +113,11 @@ class RemoteTrainer:
     def evaluates(self) -> bool:
         """Whether `evaluate` can be expected to work now."""
         return True
+
+    @property
+    def resting_reason(self) -> str:
+        """Why it takes no steps, if it marks its work as resting and nobody has asked for that."""
+        return ""
 
     @property
     def sample_prompt(self) -> bytes:
@@ -290,7 +296,7 @@ class RemoteTrainer:
             self._worker = None
 
     async def _gain(self, worker: WorkerProcess) -> None:
-        self._worker, self._notify_carried = worker, True
+        self._worker, self._notify_carried, self.device = worker, True, worker.device
         self._notifier.notify()
 
     @asynccontextmanager

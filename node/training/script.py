@@ -128,7 +128,7 @@ class ScriptLink(WorkerProcess):
                 answer = (await self._next())["done"]
             fragments = answer["layout"]
             self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
-            self.evaluates = bool(answer["evaluates"])
+            self.evaluates, self.device = bool(answer["evaluates"]), str(answer["device"])
             self.memory = Shared(page, sum(self.layout.sizes()), torch.empty(0))
         finally:
             os.close(page)
@@ -375,6 +375,10 @@ class ScriptTrainer(RemoteTrainer):
             self._shared = memory
         self.restarts = 0  # a script that attaches again is no failure of a worker
         await super()._gain(worker)
+
+    @property
+    def resting_reason(self) -> str:
+        return f"{NO_SCRIPT if self._worker is None else 'the script takes no step'}, so it rests"
 
     @property
     def evaluates(self) -> bool:

@@ -24,6 +24,12 @@ _PIECE, _DEVICE_PIECE = 1 << 18, 1 << 24
 """Elements of which a norm is computed at once: on a CPU as many as fit into its cache."""
 
 
+def device_name(device: str | torch.device) -> str:
+    """A device in words: the name of a GPU, else mps or cpu."""
+    kind = torch.device(device)
+    return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
+
+
 class Learner(Protocol):
     """Takes inner steps, which change its vector in place: all that is trained, flat, in the order of the layout."""
 

@@ -42,7 +42,7 @@ from node.runtime import tensors
 from node.runtime.cgroup import stand_back, usable_cores
 from node.runtime.metrics import workers_here
 from node.tasks.spec import PacedValues, WorkerSpec
-from node.training.build import Job, build
+from node.training.build import Job, build, devices_of
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.inner_optimizer import LOSS_SCALE
 from node.training.shared import Shared
@@ -99,7 +99,11 @@ class Worker:
 
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
         self._job, self._shared, self._tell = job, shared, tell
-        self.answer = {"layout": job.learner.layout.fragments, "timeout_seconds": job.timeout_seconds}
+        self.answer = {
+            "layout": job.learner.layout.fragments,
+            "timeout_seconds": job.timeout_seconds,
+            "device": devices_of(spec),
+        }
         self._batches = spec.recipe.batches
         self._apart = job.learner.vector.data_ptr() != shared.local.data_ptr()
         if shared.fresh:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -26,10 +27,12 @@ from node.reporting.status import (
     to_json,
     who_joins,
 )
+from node.reporting.swarm import SwarmRow, SwarmStatus, name_of, state_words
 from node.ui.screen import Screen
 
 MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
+_SHOWN_ROWS = 64
 _SHOWN_NAMES = 4
 _SHOWN_STAGES = 32
 STYLES = {
@@ -254,6 +257,54 @@ def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
         role.append(f", {printable(line.route)[: len(OTHERS_REDUCE)]}", style="dim")
     stage = (Text(f"stage {line.stage}"),) if staged else ()
     return mark, name, *stage, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
+
+
+_SWARM_WIDTHS = {"name": 15, "state": 0, "stage": 5, "round": 5, "counted": 8, "tokens/s": 8, "data": 6, "version": 5}
+_NUMBERS = ("stage", "round", "counted", "tokens/s")
+_WIDE = 110  # A narrower terminal shows no devices, and no build of a version
+
+
+def render_swarm(swarm: SwarmStatus, width: int, staged: bool = False) -> RenderableType:
+    """The table of `status --swarm`. `staged`: whether the run has stages."""
+    speed = f"{count(swarm.tokens_per_second)} tokens/s" + (" in this stage" if staged else "")
+    title = Text.assemble(("the swarm", "bold"), f"  {swarm.here} of {swarm.known} peers here   {speed}")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    headings = [
+        each for each in (*_SWARM_WIDTHS, *(("device",) if width >= _WIDE else ())) if staged or each != "stage"
+    ]
+    way = max(len(each.route) - _SWARM_WIDTHS["data"] for each in swarm.rows) if swarm.rows else 0
+    others = sum(_SWARM_WIDTHS.get(each, 24) + 2 for each in headings) + max(0, way) + (10 if width >= _WIDE else 0)
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading in _NUMBERS else "left"
+        most = max(12, width - others) if heading == "state" else None
+        least = _SWARM_WIDTHS.get(heading)
+        table.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least, max_width=most)
+    for each in swarm.rows[:_SHOWN_ROWS]:
+        cells = _swarm_cells(each, swarm.counted_of, width >= _WIDE)
+        table.add_row(*(cells[heading] for heading in headings))
+    lines = [Text(f"and {len(swarm.rows) - _SHOWN_ROWS} more", style="dim")] if len(swarm.rows) > _SHOWN_ROWS else []
+    if not swarm.asked:
+        lines.append(Text("Not all live peers have answered yet.", style="dim"))
+    if swarm.newer:
+        lines.append(Text(printable(swarm.newer), style="yellow", overflow="fold"))
+    return Group(title, table, *lines)
+
+
+def _swarm_cells(row: SwarmRow, rounds: int, wide: bool) -> dict[str, Text]:
+    style = STYLES.get(row.state, "") if row.live else "dim" if row.left else "yellow"
+    version = row.version if wide else row.version.partition("+")[0]
+    cells = {
+        "name": name_of(row),
+        "stage": str(row.stage),
+        "round": str(row.round + 1),
+        "counted": "–" if row.counted is None or not rounds else f"{row.counted} of {rounds}",
+        "tokens/s": count(row.tokens_per_second) if math.isfinite(row.tokens_per_second) else "–",
+        "data": row.route,
+        "version": version,
+        "device": row.device,
+    }
+    shown = {heading: Text(printable(cell, 80) or "–") for heading, cell in cells.items()}
+    return shown | {"state": Text(state_words(row), style=style)}
 
 
 def _invitation(status: Status) -> list[RenderableType]:

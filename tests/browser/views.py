@@ -32,6 +32,18 @@ def peer(number: int, **changes: object) -> PeerStatus:
     return replace(each, **changes)  # type: ignore[arg-type]
 
 
+def said(page: ScriptedPage, number: int, **changes: object) -> None:
+    """Let a peer of the run say what it does."""
+    usual = {
+        "state": "training",
+        "reason": "",
+        "tokens_per_second": 12_000.0 + 400 * number,
+        "version": "0.2.0+g1f3c2ab",
+    }
+    usual |= {"device": "NVIDIA GeForce RTX 4090" if number % 3 else "cpu", "peers": (), "addresses": ()}
+    page.answers[f"12D3KooW{number:06d}"] = replace(page.status, **usual | changes), 7.0  # type: ignore[arg-type]
+
+
 def rounds(page: ScriptedPage, first: int, last: int, outcomes: Mapping[int, str] | None = None) -> None:
     """Report rounds with a falling loss."""
     for each in range(first, last):
@@ -53,6 +65,8 @@ def rounds(page: ScriptedPage, first: int, last: int, outcomes: Mapping[int, str
                 bytes_received=25_000_000,
             )
         )
+        here = [f"12D3KooW{number:06d}" for number in range(64) if (each + number) % 9]
+        page.counted.add(replace(REPORT, outcome=outcome, peers=(page.status.peer, *here)))
 
 
 def start(page: ScriptedPage) -> None:
@@ -77,6 +91,10 @@ def training(page: ScriptedPage) -> None:
         "cpu_cores": 1.7,
         "temperature_celsius": 61.0,
     }
+    page.show(version="0.2.0+g1f3c2ab", device="cpu")
+    said(page, 0)
+    said(page, 1, state="averaging")
+    said(page, 2, state="waiting", reason="no script is attached, so it rests")
     rounds(page, 0, ROUNDS - 1)
     page.feed.say("laptop-2 is here")
     page.feed.say("checkpoint of round 60 written")
@@ -103,7 +121,9 @@ def paused(page: ScriptedPage) -> None:
 
 def crowd(page: ScriptedPage) -> None:
     training(page)
-    page.show(peers=tuple(peer(number, live=number % 7 != 3, member=number % 5 != 4) for number in range(32)))
+    page.show(peers=tuple(peer(number, live=number % 7 != 3, member=number % 5 != 4) for number in range(31)))
+    for number in range(31):
+        said(page, number, version="0.3.0" if number % 4 else "0.2.0")
 
 
 def stages(page: ScriptedPage) -> None:
@@ -120,7 +140,9 @@ def catching_up(page: ScriptedPage) -> None:
 def hostile(page: ScriptedPage) -> None:
     training(page)
     page.show(reason=HOSTILE, nickname=HOSTILE, run=HOSTILE, waiting_for=(HOSTILE,), clock=HOSTILE)
-    page.show(peers=(peer(0, nickname=HOSTILE, route=HOSTILE, route_reason=HOSTILE),))
+    page.show(peers=(peer(0, nickname=HOSTILE, route=HOSTILE, route_reason=HOSTILE), peer(1)))
+    said(page, 0, state=HOSTILE, reason=HOSTILE, version=HOSTILE, device=HOSTILE, tokens_per_second=1e300)
+    said(page, 1, version="9.9.9; rm -rf ~", device="x" * 512, tokens_per_second=math.nan)
     page.feed.say(HOSTILE)
     page.feed.show_text(HOSTILE.encode())
 

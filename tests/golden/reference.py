@@ -18,6 +18,7 @@ from node.cli.options import default_text
 from node.config.peer_config import SETTABLE, SETTINGS, PeerConfig, option_name
 from node.reporting.report import RoundReport
 from node.reporting.status import PeerStatus, Status, SyncStatus
+from node.reporting.swarm import SwarmRow, SwarmStatus
 from tests.support.paths import REPOSITORY
 
 SETTINGS_PAGE, REPORT_PAGE = (REPOSITORY / "docs" / f"reference-{name}.md" for name in ("settings", "report"))
@@ -59,6 +60,8 @@ def report_page() -> str:
         _fields("`status --json`", Status),
         _fields("Each of `peers` in a status", PeerStatus),
         _fields("`syncing` in a status", SyncStatus),
+        _fields("`swarm` in `status --swarm --json`", SwarmStatus),
+        _fields("Each of `rows` in `swarm`", SwarmRow),
     ]
     return "\n".join(parts)
 

@@ -15,10 +15,11 @@ from rich.console import Console, RenderableType
 
 from node.reporting.report import RoundReport
 from node.reporting.status import PeerStatus, SyncStatus
+from node.reporting.swarm import CountedRounds, swarm_status
 from node.ui.swarm_summary import SwarmSummary
 from node.ui.swarm_view import picture, sample, summary
 from node.ui.swarm_view import plain_line as swarm_line
-from node.ui.terminal import plain_line, render, syncing_line
+from node.ui.terminal import plain_line, render, render_swarm, syncing_line
 from tests.support.status_examples import PEER, REPORT, STATUS
 
 FILE = Path(__file__).with_name("screens.txt")
@@ -126,6 +127,23 @@ def _swarm_screens() -> Iterator[tuple[str, str]]:
     yield "what a model writes", text(sample("def f():\n    \x1b[2Jreturn [bold]x\r\n"), 80)
 
 
+def _status_of_swarm() -> Iterator[tuple[str, str]]:
+    mine, counted = replace(BUSY, state="training", reason="", version="0.2.0+checkout", device="cpu"), CountedRounds()
+    for number in range(7):
+        counted.add(report(number, peers=(PEER, "12D3KooWabcdefghij") if number % 3 else (PEER,)))
+    rests = replace(mine, state="waiting", reason="no script is attached, so it rests", version="0.3.0")
+    gpu = replace(mine, version="0.3.0", device="NVIDIA GeForce RTX 4090")
+    answers = {"12D3KooWabcdefghij": (gpu, 4.0), "12D3KooWbbbbbbbbbb": (rests, 9.0)}
+    others = replace(mine, peer=PEER, peers=(*OTHERS[1:], PeerStatus("12D3KooWbbbbbbbbbb", "eve", True, True, 5, "")))
+    view = swarm_status(others, answers, counted, asked=True, unreadable={}, update="update it")
+    for width in (80, 130):
+        yield f"the swarm as a peer knows it, {width} columns", text(render_swarm(view, width), width)
+    many = tuple(replace(OTHERS[0], peer=f"12D3KooW{number:010}", nickname="") for number in range(70))
+    crowd = swarm_status(replace(mine, peers=many, stages=3), {}, counted, unreadable={})
+    lines = text(render_swarm(crowd, 100, staged=True), 100).splitlines(keepends=True)
+    yield "the beginning and the end of a large swarm in stages", "".join((*lines[:4], *lines[-3:]))
+
+
 def _swarm_lines() -> Iterator[str]:
     for stages in (1, 3):
         yield from (swarm_line(each, 16) for each in story(2, stages).rounds)
@@ -138,7 +156,12 @@ def _swarm_lines() -> Iterator[str]:
 
 def screens() -> str:
     lines = {"lines of a peer": _peer_lines(), "lines of a swarm": _swarm_lines()}
-    shown = [*_peer_screens(), *_swarm_screens(), *((name, "\n".join(each) + "\n") for name, each in lines.items())]
+    shown = [
+        *_peer_screens(),
+        *_status_of_swarm(),
+        *_swarm_screens(),
+        *((name, "\n".join(each) + "\n") for name, each in lines.items()),
+    ]
     return "\n".join(f"== {name}\n{each}" for name, each in shown)
 
 

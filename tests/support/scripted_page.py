@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed
 from node.reporting.report import RoundReport
 from node.reporting.status import Status
+from node.reporting.swarm import CountedRounds, swarm_status
 from node.session.processes import CONTROLS, of_status
 from tests.support.status_examples import STATUS
 
@@ -40,10 +41,11 @@ class ScriptedPage:
     status: Status = STATUS
     said: list[str] = field(default_factory=list)
     asked: list[Mapping[str, Any]] = field(default_factory=list)
+    answers: dict[str, tuple[Status, float]] = field(default_factory=dict)  # of other peers, and their age in seconds
+    counted: CountedRounds = field(default_factory=CountedRounds)
     extras: dict[str, Any] = field(
         default_factory=lambda: {
             "time": 1_700_000_000.0,
-            "version": "1.0",
             "bytes_per_second": {"upload": 5e5, "download": 2.5e5},
             "network_bytes": {},
             "peer_bytes": {},
@@ -81,7 +83,8 @@ class ScriptedPage:
         return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
 
     def values(self) -> Mapping[str, Any]:
-        return {**self.extras, **of_status(self.status)}
+        swarm = swarm_status(self.status, self.answers, self.counted, unreadable={}, update="update this one, too")
+        return {**self.extras, **of_status(self.status), "swarm": asdict(swarm)}
 
     def metrics(self) -> bytes:
         return metrics_text(

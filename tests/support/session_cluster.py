@@ -124,7 +124,7 @@ class SessionPeer:
         self.outer_loop, sync = self.stack(host, settings)
         self.outer_loop.on_progress = self.status_tracker.on_progress
         journal = Journal(state.rounds)
-        worker: Any = SimpleNamespace(pid=None, restarts=0)
+        worker: Any = SimpleNamespace(pid=None, restarts=0, device="cpu")
         checkpoints: Any = SimpleNamespace(age_seconds=lambda wall: None, problem="")
         self.status_tracker.enter_session(
             history=history,

@@ -8,6 +8,7 @@ const MAX_LINES = 10;
 const MAX_ROWS = 60;
 const MAX_POINTS = 2000;
 const DOTS = { training: "good", averaging: "busy", syncing: "busy", joining: "busy", starting: "busy", waiting: "warn", paused: "warn", leaving: "warn" };
+const STATES = { syncing: "catching up" };
 const OUTCOMES = {
   alone: "alone",
   skipped: "skipped: no contribution counted",
@@ -101,12 +102,13 @@ function showFigures(now) {
   setText("download", `${size(now.bytes_per_second.download)}/s`);
   setText("uploaded", traffic(now.network_bytes, "upload"));
   setText("downloaded", traffic(now.network_bytes, "download"));
-  const live = status.peers.filter((each) => each.live).length;
-  const left = status.peers.filter((each) => !each.live && each.left).length;
-  const lost = status.peers.length - live - left;
+  const others = now.swarm.rows.filter((each) => !each.me);
+  const live = others.filter((each) => each.live).length;
+  const left = others.filter((each) => !each.live && each.left).length;
+  const lost = others.length - live - left;
   const gone = [left && `${left} left`, lost && `${lost} lost`].filter(Boolean).join(", ");
   setText("here", String(live));
-  setText("known", gone ? `of ${status.peers.length} other peers known: ${gone}` : "other peers, all live");
+  setText("known", gone ? `of ${others.length} other peers known: ${gone}` : "other peers, all live");
 }
 
 function traffic(byClass, direction) {
@@ -118,8 +120,9 @@ function traffic(byClass, direction) {
 
 function showWarnings(now) {
   const list = $("warnings");
+  const warnings = [...now.warnings, now.swarm.newer].filter(Boolean);
   const shown = [...list.children].map((each) => each.textContent);
-  if (shown.join("\n") !== now.warnings.join("\n")) list.replaceChildren(...now.warnings.map((each) => make("li", each)));
+  if (shown.join("\n") !== warnings.join("\n")) list.replaceChildren(...warnings.map((each) => make("li", each)));
 }
 
 function showMachine(now) {
@@ -153,37 +156,50 @@ function fill(list, rows) {
   list.replaceChildren(...rows.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
 }
 
-// -- the peers --------------------------------------------------------------------------------------------------------
+// -- the swarm --------------------------------------------------------------------------------------------------------
 
-function showPeers(now) {
-  const { status } = now;
+function showSwarm(now) {
+  const { status, swarm } = now;
   const staged = status.stages > 1;
   document.querySelectorAll(".staged").forEach((each) => { each.hidden = !staged; });
-  const order = [...status.peers].sort((a, b) => b.live - a.live || a.left - b.left || b.member - a.member || a.stage - b.stage || (a.peer < b.peer ? -1 : 1));
-  $("peer-rows").replaceChildren(...order.slice(0, MAX_ROWS).map((each) => peerRow(each, staged, now.peer_bytes[each.peer])));
-  $("peers-empty").hidden = order.length > 0;
+  $("peer-rows").replaceChildren(...swarm.rows.slice(0, MAX_ROWS).map((each) => peerRow(each, staged, now)));
+  $("peers-empty").hidden = swarm.known > 1;
   $("stages").hidden = !staged;
-  if (staged) setText("stages", stageLine(status));
+  setText("swarm-sum", `${count(swarm.tokens_per_second)} tokens/s, ${swarm.here} of ${swarm.known} peers here`);
+  $("counted-head").title = `In how many of the last ${swarm.counted_of} decided rounds this peer saw it in the mean`;
+  if (staged) setText("stages", stageLine(status, swarm));
 }
 
-function peerRow(peer, staged, bytes) {
+function peerRow(peer, staged, now) {
   const row = make("tr");
-  const state = make("td");
-  const now = peer.live ? "live" : peer.left ? "left" : "lost";
-  state.append(make("span", undefined, `mark ${now}`), now);
-  const name = make("td", peer.nickname || shortPeer(peer.peer), "name");
+  const named = peer.nickname || shortPeer(peer.peer);
+  const name = make("td", peer.me ? `${named} (this peer)` : named, "name");
   name.title = peer.peer;
-  const role = [peer.member ? "member" : "observer", peer.route].filter(Boolean).join(", ");
+  const presence = peer.live ? "live" : peer.left ? "left" : "lost";
+  const words = peer.live ? stateWords(peer) : presence;
+  const state = make("td", undefined, "state");
+  state.title = Number.isFinite(peer.age_seconds) && !peer.me ? `${words}, as it said ${duration(peer.age_seconds)} ago` : words;
+  state.append(make("span", undefined, `mark ${presence} ${peer.live ? DOTS[peer.state] || "" : ""}`), words);
+  const data = make("td", [peer.route, peer.member ? "" : "observer"].filter(Boolean).join(", ") || "–", "short");
+  data.title = [peer.route, peer.route_reason].filter(Boolean).join(": ");
+  const device = make("td", peer.device || "–", "short");
+  device.title = peer.device;
+  const counted = Number.isFinite(peer.counted) && now.swarm.counted_of ? `${peer.counted} of ${now.swarm.counted_of}` : "–";
   const stage = staged ? [make("td", String(peer.stage))] : [];
-  const [sent, received] = bytes || [];
-  row.append(state, name, ...stage, make("td", String(peer.round + 1)), make("td", role), make("td", size(sent)), make("td", size(received)));
+  const [sent, received] = now.peer_bytes[peer.peer] || [];
+  row.append(name, state, ...stage, make("td", String(peer.round + 1)), make("td", counted), make("td", count(peer.tokens_per_second)),
+    data, make("td", size(sent)), make("td", size(received)), make("td", peer.version || "–", "short"), device);
   return row;
 }
 
-function stageLine(status) {
+function stateWords(peer) {
+  const state = STATES[peer.state] || peer.state || "live";
+  return peer.reason ? `${state}: ${peer.reason}` : state;
+}
+
+function stageLine(status, swarm) {
   const stages = Math.min(status.stages, 32);
-  const live = Array.from({ length: stages }, (_, stage) =>
-    status.peers.filter((each) => each.live && each.stage === stage).length + (stage === status.stage));
+  const live = Array.from({ length: stages }, (_, stage) => swarm.rows.filter((each) => each.live && each.stage === stage).length);
   const counts = live.map((each, stage) => `stage ${stage}: ${each}`).join(", ");
   return `This peer holds stage ${status.stage}. Live replicas – ${counts}.`;
 }
@@ -244,7 +260,7 @@ function showAbout(now) {
   }
   fill($("about"), [
     ["Run", status.run_id || "–"], ["Protocol", status.protocol || "–"], ["Task", status.task || "built in"], ["Peer", status.peer],
-    ["Addresses", status.addresses.join("  ") || "–"], ["Version", now.version || "–"], ["Process", `${status.pid}, incarnation ${status.incarnation}`],
+    ["Addresses", status.addresses.join("  ") || "–"], ["Version", status.version || "–"], ["Process", `${status.pid}, incarnation ${status.incarnation}`],
   ]);
 }
 
@@ -309,14 +325,15 @@ function listen() {
 // -- events -----------------------------------------------------------------------------------------------------------
 
 const handlers = {
-  status(now) {
+  status(changed) {
+    const now = { ...latest, ...changed };  // parts that are as before are not sent again
     latest = now;
     connected = true;
     showHeadline(now.status);
     showControls(now.status, now.controls);
     showWarnings(now);
     showFigures(now);
-    showPeers(now);
+    if (changed.swarm || changed.peer_bytes) showSwarm(now);
     showMachine(now);
     showAbout(now);
   },

@@ -220,6 +220,7 @@ def test_output_on_a_full_disk_gives_one_line(
         (["status", "extra"], "extra"),
         (["status", "--bootstrap", "/ip4/192.0.2.1/tcp/4000"], "--bootstrap"),
         (["status", "--bootstrap", "@file"], "--bootstrap"),
+        (["status", "--swarm", "--bootstrap", ADDRESS], "leave --bootstrap out"),
     ],
 )
 def test_mistake_gives_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -451,6 +452,8 @@ def test_single_local_peer_is_found_and_queried(running: FakeJoin) -> None:
     shown = starling("status")
     assert shown.returncode == 0 and "run straw" in shown.stdout and "2 of 3" in shown.stdout
     assert f"\npython -m node join --bootstrap {ADDRESS}\n" in shown.stdout
+    swarm = json.loads(starling("status", "--swarm", "--json").stdout)["swarm"]
+    assert swarm["asked"] and [each["state"] for each in swarm["rows"]] == ["training"]
     assert starling("finish").returncode == 0
     assert running.end(AT_ONCE_SECONDS)[0] == 0
     assert "no peer runs" in one_line(starling("status"), 1)

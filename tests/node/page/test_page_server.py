@@ -92,6 +92,29 @@ async def test_reconnecting_reader_gets_what_it_missed(tmp_path: Path) -> None:
             assert await after.kinds(1) == ["reset"]
 
 
+async def test_unchanged_parts_of_the_status_are_sent_once_to_each_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "STATUS_SECONDS", 0.1)
+    page = ScriptedPage(tmp_path)
+
+    async def parts(reader: Reader) -> set[str]:
+        while (event := await reader.next())[0] != "status":
+            pass
+        assert isinstance(event[2], dict)
+        return set(event[2])
+
+    async with page.serving(), stream(page) as first:
+        whole = await parts(first)
+        assert {"swarm", "status", "warnings"} <= whole and not await parts(first)
+        page.show(round=9)
+        while not (news := await parts(first)):
+            pass
+        assert news == {"status", "swarm"}, "the peer's own row is among the swarm's"
+        async with stream(page) as second:
+            assert await parts(second) == whole
+
+
 async def _closed(writer: asyncio.StreamWriter) -> None:
     with suppress(OSError):
         await writer.wait_closed()

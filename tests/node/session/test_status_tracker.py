@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from node._version import VERSION
 from node.direct.routes import Route, RouteKind
-from node.membership.hello import VERSION, Hello
+from node.membership import hello
+from node.membership.hello import Hello
 from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory
 from node.reporting.report import RoundReport
@@ -44,8 +46,8 @@ def shown(tracker: StatusTracker) -> Status:
 
 
 def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple[str, ...] = ()) -> PeerRecord:
-    hello = None if nickname is None else Hello(VERSION, RUN, Member(peer), 1, nickname, addresses, 0, (), b"")
-    return PeerRecord(peer, addresses, hello, live)
+    said = None if nickname is None else Hello(hello.VERSION, RUN, Member(peer), 1, nickname, addresses, 0, (), b"")
+    return PeerRecord(peer, addresses, said, live)
 
 
 def manifest(rounds: int = 10, stages: int = 1) -> Any:
@@ -71,7 +73,9 @@ def session(
         "membership": SimpleNamespace(contacts=lambda: contacts, host_monitor=SimpleNamespace(clock="an hour off")),
         "loop": SimpleNamespace(waiting_for=tuple),
         "sync": SimpleNamespace(sync_progress=SimpleNamespace(progress=lambda: None), joiners=2),
-        "worker": SimpleNamespace(pid=None, restarts=0),
+        "worker": SimpleNamespace(
+            pid=None, restarts=0, device="cpu", resting_reason="no script is attached, so it rests"
+        ),
         "pipeline": None,
         "checkpoints": SimpleNamespace(age_seconds=lambda wall: 7.0, problem="disk full"),
         "journal": Journal(tmp_path / "rounds.jsonl"),
@@ -97,6 +101,7 @@ def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     assert status.lineage == Chain(RUN, "run", ROSTER, b"0" * 32).head.key.lineage.hex()
     assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off" and status.syncing is None
     assert (status.joiners, status.checkpoint_age_seconds, status.checkpoint_problem) == (2, 7.0, "disk full")
+    assert (status.version, status.device) == (VERSION, "cpu")
     progress = SyncStatus(1, 10, 3, 2.5, 0, 4, None)
     sync = SimpleNamespace(sync_progress=SimpleNamespace(progress=lambda: progress), joiners=0)
     assert shown(in_a_run(tmp_path, sync=sync)).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
@@ -201,6 +206,14 @@ def test_status_explains_absence_from_the_roster(tmp_path: Path) -> None:
     member = in_a_run(tmp_path)
     member.on_progress("training", WORK)
     assert shown(member).reason == ""
+
+
+def test_peer_without_a_script_says_that_it_rests(tmp_path: Path) -> None:
+    tracker = in_a_run(tmp_path)
+    tracker.on_progress("training", replace(WORK, resting=True))
+    assert (shown(tracker).state, shown(tracker).reason) == ("waiting", "no script is attached, so it rests")
+    tracker.on_progress("training", WORK)
+    assert (shown(tracker).state, shown(tracker).reason) == ("training", "")
 
 
 @pytest.mark.parametrize("end", ["leaving", "finished"])

@@ -30,8 +30,10 @@ def soon(seconds: float = 2.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-def control_server(state_dir: Path, finish: object = None, pauses: object = None) -> ControlServer:
-    command: Any = partial(carry_out, finish=finish or (lambda: None), pauses=pauses, limits=None)
+def control_server(
+    state_dir: Path, finish: object = None, pauses: object = None, swarm: object = None
+) -> ControlServer:
+    command: Any = partial(carry_out, finish=finish or (lambda: None), pauses=pauses, limits=None, swarm=swarm)
     return ControlServer(state_dir, lambda: STATUS, command)
 
 
