@@ -56,7 +56,7 @@ class DirectPlane:
         `host_of` returns the IP address at the other end of the latest libp2p connection to a peer; None for a relay's.
         """
         self.routes: RecentDict[PeerId, Route] = RecentDict(_MAX_ROUTES)
-        self._me, self._methods = me, methods
+        self._me, self.methods = me, methods
         self._open_stream, self._host_of, self._serving = open_stream, host_of, serving
         self._inbound = Inbound(me, host_of, serving)
         self._idle = IdleConnections(serving.spawn)
@@ -78,7 +78,7 @@ class DirectPlane:
 
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> DirectPipe | None:
         """Open a stream that the peer has accepted. None if the method goes over libp2p, or has to for now."""
-        if self._closed or method not in self._methods:
+        if self._closed or method not in self.methods:
             return None
         route = self.routes.put_newest(peer, Route)
         until = loop_time() + min(DIAL_SECONDS, DEADLINE_SHARE * (deadline - loop_time()))

@@ -91,9 +91,13 @@ class Route:
 def host_of(address: str) -> str | None:
     """The IP address at the other end of a libp2p connection with this multiaddr; None if it is a relay's, or none."""
     parts = address.split("/")
-    if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
+    if is_relayed(address) or len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
         return None
     return parts[2]
+
+
+def is_relayed(address: str) -> bool:
+    return "p2p-circuit" in address.split("/")
 
 
 def hosts_of(listen: Sequence[str]) -> tuple[str, ...]:

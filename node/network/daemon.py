@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -78,6 +78,20 @@ def _relay(address: str) -> PeerId:
         return ""
     fits = parts["kind"].startswith("dns") or (":" in parts["host"]) == (parts["kind"] == "ip6")
     return parts["peer"] if fits and scope(address) == Scope.ANYWHERE else ""
+
+
+class PlacesAtRelays:
+    """Notices that p2pd has lost its places at relays. go-libp2p does not ask a relay again for an hour."""
+
+    def __init__(self, relays: Sequence[str]) -> None:
+        self._relays = {each.rpartition("/p2p/")[2] for each in relays}
+        self._had = False
+
+    def are_lost(self, addresses: Iterable[str], peers: Container[PeerId]) -> bool:
+        """Whether p2pd, with these addresses and connected peers, had a place, has none, and could have one again."""
+        has = any(_CIRCUIT in each for each in addresses)
+        self._had = self._had or has
+        return self._had and not has and any(each in peers for each in self._relays)
 
 
 def arguments(

@@ -21,7 +21,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
 from multiaddr import Multiaddr
 
-from node.network.daemon import DaemonError, start_daemon
+from node.network.daemon import DaemonError, PlacesAtRelays, start_daemon
 from node.network.pipe import SocketPipe
 from node.runtime.child_process import ChildProcess
 from protocols.base import PeerId
@@ -49,15 +49,23 @@ class DaemonConnection:
         self.addresses: tuple[str, ...] = ()  # without p2pd's id, and at most a few seconds old, as are `peers`
         self.peers: dict[PeerId, str] = {}
         self.gone = asyncio.Event()  # p2pd has ended; the client is not closed yet
+        self.places = PlacesAtRelays(())
+        self.is_renewed = False  # p2pd was ended to be started again
         self.daemon = daemon
         self._control = control
 
     @classmethod
-    async def start(cls, command: Sequence[str], control: Path, me: PeerId, incoming: IncomingHandler) -> Self:
-        """Start p2pd. Streams that peers open go to `incoming`. Raises `DaemonError`, or one of `LINK_ERRORS`."""
+    async def start(
+        cls, command: Sequence[str], control: Path, me: PeerId, incoming: IncomingHandler, relays: Sequence[str] = ()
+    ) -> Self:
+        """Start p2pd, which uses these relays. Streams that peers open go to `incoming`.
+
+        Raises `DaemonError`, or one of `LINK_ERRORS`.
+        """
         with suppress(FileNotFoundError):
             os.unlink(control)  # a killed daemon leaves its socket behind
         link = cls(await start_daemon(command), control)
+        link.places = PlacesAtRelays(relays)
         try:
             async with asyncio.timeout(_ATTACH_SECONDS):
                 await link._attach(me, incoming)
@@ -111,6 +119,10 @@ class DaemonConnection:
                 async with asyncio.timeout(_PROBE_SECONDS):
                     await self._look()
                 missed = 0
+                if self.places.are_lost(self.addresses, self.peers):
+                    log.info("p2pd %d has lost its places at relays: it is started again", self.daemon.pid)
+                    self.is_renewed = True
+                    return await self.daemon.kill()
             except LINK_ERRORS:
                 missed += 1
         log.warning("p2pd %d does not answer and is killed", self.daemon.pid)

@@ -23,7 +23,7 @@ from typing import Self, TypeVar
 from multiaddr import Multiaddr
 
 from node.direct.plane import DirectPlane
-from node.direct.routes import Route, host_of, hosts_of
+from node.direct.routes import Route, host_of, hosts_of, is_relayed
 from node.network.address_scope import in_network
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
@@ -170,7 +170,7 @@ class LibP2PTransport:
     ) -> AsyncIterator[Stream]:
         pipe: EndingPipe | None = await direct.open(peer, method, deadline) if direct else None
         if pipe is None:
-            pipe = await self._dial(peer, method, deadline)
+            pipe = await self._dial(peer, method, deadline, is_bulk=direct is not None and method in direct.methods)
         try:
             yield await opened(peer, pipe, deadline)
         except BaseException:
@@ -202,9 +202,12 @@ class LibP2PTransport:
         async with self._reaching(peer, deadline) as (link, _):
             await link.disconnect(peer)
 
-    async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> EndingPipe:
+    async def _dial(self, peer: PeerId, method: str, deadline: Deadline, is_bulk: bool) -> EndingPipe:
         pipe, address = await self._calling(peer, deadline, lambda link, seconds: link.stream(peer, seconds))
         self._hosts[peer] = host_of(address)
+        if is_bulk and is_relayed(address):  # after 128 KiB the relay would end all streams to the peer
+            pipe.abort()
+            raise PeerGone(peer, "is reached through a relay only, which carries no bulk data")
         async with self._reaching(peer, deadline):
             await self._serving.ask(peer, pipe, method)
         return pipe
@@ -305,7 +308,7 @@ class LibP2PTransport:
         control = self._directory / "control"
         identity, announce = self._identity.path, self._announce
         command = arguments(control, identity, listen, announce, self._nat, self._relay, self._relays)
-        self._link = await DaemonConnection.start(command, control, self.me, self._incoming)
+        self._link = await DaemonConnection.start(command, control, self.me, self._incoming, self._relays)
         return self._link
 
     async def _close_link(self) -> None:
@@ -323,7 +326,8 @@ class LibP2PTransport:
                 self._seen[peer] = address
             if loop.time() - since >= _STEADY_SECONDS:
                 self._starts_in_a_row = 0
-            log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
+            if not link.is_renewed:
+                log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
             await self._close_link()
             link = await self._relaunch()
             await self._redial(link)

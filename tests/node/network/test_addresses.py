@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from node.network.address_scope import in_network, shareable
-from node.network.daemon import arguments, known_relays, with_ports
+from node.network.daemon import PlacesAtRelays, arguments, known_relays, with_ports
 from node.network.dial_errors import NAMELESS, is_silent, meaning, missing, stands_for
 from node.runtime.identity import peer_id_of
 
@@ -113,6 +113,15 @@ def test_known_relays_are_public_and_readable_by_p2pd() -> None:
     words = " ".join(arguments(Path("/c"), Path("/i"), [], nat=True, relays=good))
     assert f"-relayDiscovery=0 -trustedRelays={','.join(good)}" in words
     assert not any("trusted" in each for each in arguments(Path("/c"), Path("/i"), [], nat=True))
+
+
+def test_places_at_relays_are_lost_once_one_could_be_had_again() -> None:
+    relay, circuit = peer_id_of(bytes(32)), f"/ip4/8.8.8.8/tcp/1/p2p/{peer_id_of(bytes(32))}/p2p-circuit"
+    places = PlacesAtRelays([f"/ip4/8.8.8.8/tcp/1/p2p/{relay}"])
+    assert not places.are_lost([], {relay}), "it never had one: others may be able to dial this peer"
+    assert not places.are_lost([circuit], {relay})
+    assert not places.are_lost(["/ip4/10.0.0.1/tcp/1"], {"another"}), "the relay is away"
+    assert places.are_lost(["/ip4/10.0.0.1/tcp/1"], {relay})
 
 
 def test_open_ports_are_filled_in_from_found_addresses() -> None:

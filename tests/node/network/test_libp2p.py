@@ -46,8 +46,8 @@ def pid_of(transport: LibP2PTransport) -> int:
     return transport.daemon_pid
 
 
-async def ping(transport: Transport, peer: PeerId) -> None:
-    async with transport.open(peer, "echo", soon()) as stream:
+async def ping(transport: Transport, peer: PeerId, method: str = "echo") -> None:
+    async with transport.open(peer, method, soon()) as stream:
         await stream.send(wire.Chunk(1, 4), b"ping")
         assert await stream.receive(LIMIT) == wire.Chunk(1, 4)
 
@@ -301,8 +301,9 @@ class TestNat:
         # Neither of the two can be dialled by the other. The relay is named to them, because p2pd's own search
         # for one takes from seconds to minutes.
         extra[:] = ["-noListenAddrs=1", "-forceReachabilityPrivate=1"]
-        a, b = [await make(nat=True, relays=relay.addresses[:1]) for _ in "ab"]
-        b.serve("echo", echo)
+        a, b = [await make(nat=True, relays=relay.addresses[:1], direct_methods={"bulk"}) for _ in "ab"]
+        for method in ("echo", "bulk"):
+            b.serve(method, echo)
         for peer in (a, b):
             await peer.connect(relay.addresses[0], soon())
         async with asyncio.timeout(30):
@@ -310,6 +311,8 @@ class TestNat:
                 await asyncio.sleep(0.1)
         await ping(a, b.me)
         assert "/p2p-circuit" in b._seen[a.me]
+        with pytest.raises(PeerGone, match="through a relay only, which carries no bulk data"):
+            await ping(a, b.me, "bulk")
 
     async def reached(self, transport: LibP2PTransport, peer: PeerId, relay: LibP2PTransport) -> bool:
         with suppress(PeerGone):
