@@ -18,8 +18,10 @@ SOURCES = {
     for package in ("protocols", "node")
     for path in (REPOSITORY / package).rglob("*.py")
 }
-PEER = {f"node/session/{name}.py" for name in ("build", "peer", "processes", "remote_queries")}
-"""The composition root, and its smaller sibling, which only asks."""
+PEER = {
+    f"node/session/{name}.py" for name in ("build", "examination", "peer", "processes", "remote_queries", "transport")
+}
+"""The composition root, and its smaller siblings, which only ask."""
 FORKS = {"node/runtime/fork_server.py"}
 """Its other side is a process without an event loop."""
 AHEAD = {"node/tasks/hf/streamed.py"}

@@ -228,14 +228,19 @@ async def _ask_swarm(state_dir: Path | None) -> dict[str, Any]:
 
 
 async def _only_running(deadline: float) -> Path:
+    if found := await only_running(deadline):
+        return found
+    raise PeerUnreachable(f"no peer runs in {home()}: start one with `{typed('join')}`, or give --state-dir")
+
+
+async def only_running(deadline: float) -> Path | None:
+    """State directory of the only peer that runs on this machine; None if none does."""
     found = await running(home(), deadline)
-    if not found:
-        raise PeerUnreachable(f"no peer runs in {home()}: start one with `{typed('join')}`, or give --state-dir")
     if len(found) > 1:
         raise CommandError(
             f"{len(found)} peers run on this machine: choose one with --state-dir {' or '.join(map(str, found))}"
         )
-    return found[0]
+    return found[0] if found else None
 
 
 def _ask_remote(address: str) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from node.membership.hello import (
     BOOTSTRAP_METHOD,
     MAX_STATUS_BYTES,
     MAX_SUMMARY_BYTES,
+    PortsProbed,
+    ProbePorts,
     RunReply,
     StageRejected,
     StageReply,
@@ -64,6 +66,8 @@ class RunInfo:
 
 AssignStage: TypeAlias = Callable[[PeerId, WantStage], Awaitable[StageReply | StageRejected]]
 """(peer that sent the request, request) -> answer."""
+ProbeForPeer: TypeAlias = Callable[[PeerId, ProbePorts], Awaitable[PortsProbed]]
+"""The same."""
 
 
 class BootstrapServer:
@@ -73,8 +77,9 @@ class BootstrapServer:
         run: RunInfo,
         status: Callable[[], dict[str, Any]],
         assign: AssignStage | None = None,
+        probe: ProbeForPeer | None = None,
     ) -> None:
-        self._run, self._status, self._assign = run, status, assign
+        self._run, self._status, self._assign, self._probe = run, status, assign, probe
         transport.serve(BOOTSTRAP_METHOD, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
@@ -91,6 +96,8 @@ class BootstrapServer:
                     await stream.send(StatusReply(len(data)), data)
                 case WantStage() if self._assign:
                     await stream.send(await self._assign(peer, request))
+                case ProbePorts() if self._probe:
+                    await stream.send(await self._probe(peer, request))
                 case _:
                     raise BadPayload(f"{type(request).__name__} is not a bootstrap request")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from protocols.base import MAX_STAGES, Header, Member
 from protocols.wire import (
@@ -44,6 +45,8 @@ MAX_SUMMARY_BYTES = 1 << 13
 MAX_WALL_SECONDS = 1e11
 MAX_RATE = 1e9
 MAX_SEATS = 1 << 20
+MAX_PROBED_PORTS = 4
+MAX_PROBE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,39 @@ class StageRejected(Header):
     why: str = text(200)
 
 
+class PortResult(StrEnum):
+    """What a dial of a port has shown."""
+
+    LIBP2P = "libp2p"  # it accepts, and speaks first as libp2p does
+    OPEN = "open"  # it accepts
+    REFUSED = "refused"
+    SILENT = "silent"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedPort:
+    port: int = uint((1 << 16) - 1)
+    result: str = text(16)  # a `PortResult`
+    seconds: float = real(0, MAX_PROBE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePorts(Header):
+    """Asks the receiver to dial these TCP ports at the sender's host; answered with `PortsProbed`."""
+
+    ports: tuple[int, ...] = list_of(uint((1 << 16) - 1), MAX_PROBED_PORTS)
+
+
+@dataclass(frozen=True, slots=True)
+class PortsProbed(Header):
+    """The host that was dialled, that of the libp2p connection, and what each port did; or why nothing was dialled."""
+
+    host: str = text(64)
+    why: str = text(120)
+    ports: tuple[ProbedPort, ...] = list_of(one(ProbedPort), MAX_PROBED_PORTS)
+
+
 MESSAGES: tuple[type[Header], ...] = (
     Hello,
     Welcome,
@@ -184,3 +220,4 @@ MESSAGES: tuple[type[Header], ...] = (
 register(48, MESSAGES)
 register(63, (WantSummary,))
 register(189, (WantStage, StageReply, StageRejected))
+register(200, (ProbePorts, PortsProbed))

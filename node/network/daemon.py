@@ -41,6 +41,10 @@ class DaemonError(Exception):
     """p2pd cannot be found or did not start. The message contains its last output."""
 
 
+class PortTaken(DaemonError):
+    """It cannot listen where it was told to."""
+
+
 def binary() -> Path:
     """Path of the p2pd in the hivemind wheel, without importing hivemind."""
     spec = find_spec("hivemind")

@@ -25,7 +25,7 @@ from multiaddr import Multiaddr
 from node.direct.plane import DirectPlane
 from node.direct.routes import Route, host_of, hosts_of, is_relayed
 from node.network.address_scope import in_network
-from node.network.daemon import DaemonError, arguments, with_ports
+from node.network.daemon import DaemonError, PortTaken, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.dial_errors import (
     BACKOFF,
@@ -142,6 +142,15 @@ class LibP2PTransport:
         if not self._announce or not self._link:
             return ()
         return tuple(f"{address}/p2p/{self.me}" for address in in_network(self.listening, interface_hosts()))
+
+    @property
+    def direct_port(self) -> int:
+        """The TCP port of the direct plane; 0 if there is none."""
+        return self._direct.port if self._direct else 0
+
+    def host_of(self, peer: PeerId) -> str | None:
+        """The IP address at the other end of the latest libp2p connection to a peer; None for a relay's, or none."""
+        return self._hosts.get(peer)
 
     @property
     def daemon_pid(self) -> int | None:
@@ -293,7 +302,7 @@ class LibP2PTransport:
             link = await self._launch(self._wanted_listen)
         except DaemonError as error:
             if taken := not_listening(str(error)):
-                raise DaemonError(taken) from None
+                raise PortTaken(taken) from None
             raise
         except LINK_ERRORS as error:
             raise DaemonError(f"p2pd started but does not answer: {error or type(error).__name__}") from error

@@ -162,15 +162,15 @@ def newer_line(mine: str, others: Sequence[str], update: str) -> str:
 
     Shows numbers only: a version is another peer's text.
     """
-    own = _release(mine)
-    later = sorted(each for each in map(_release, others) if own and each > own)
+    own = release(mine)
+    later = sorted(each for each in map(release, others) if own and each > own)
     if not own or 2 * len(later) <= len(others):
         return ""
     least = ".".join(map(str, later[0])) + (" or later" if later[-1] != later[0] else "")
     return f"{len(later)} of {len(others)} peers run {least}, this one {'.'.join(map(str, own))}: {update}"
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     """The numbers of a released version, without what a build adds; empty for any other text."""
     found = _RELEASE.fullmatch(version)
     return tuple(map(int, found[1].split("."))) if found else ()

@@ -14,13 +14,19 @@ _PORT_ATTEMPTS = 8
 
 def interface_hosts() -> tuple[str, ...]:
     """IP addresses of this machine's network interfaces that are up; none if the system does not tell."""
+    return tuple(host for _, host in interfaces())
+
+
+def interfaces() -> tuple[tuple[str, str], ...]:
+    """(name, IP address) of each network interface that is up, once for each address."""
     try:
         up = [name for name, each in psutil.net_if_stats().items() if each.isup]
         addresses = psutil.net_if_addrs()
     except (psutil.Error, OSError):
         return ()
-    found = (each for name in up for each in addresses.get(name, ()))
-    return tuple(each.address.partition("%")[0] for each in found if each.family in (socket.AF_INET, socket.AF_INET6))
+    found = ((name, each) for name in up for each in addresses.get(name, ()))
+    families = (socket.AF_INET, socket.AF_INET6)
+    return tuple((name, each.address.partition("%")[0]) for name, each in found if each.family in families)
 
 
 def listen(hosts: Sequence[str], port: int, backlog: int) -> list[socket.socket]:

@@ -14,9 +14,14 @@ def _proxies() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
 
 
+def named_proxies() -> tuple[str, ...]:
+    """Names of the variables that name a proxy."""
+    return tuple(_proxies())
+
+
 def dialled_directly() -> str:
     """A line for a peer that cannot be reached; empty if no proxy is named."""
-    names = list(_proxies())
+    names = named_proxies()
     return f"{names[0]} is set; peers are dialled directly, not through it" if names else ""
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from node.config.derived import machine_rules, protocol_settings
 from node.config.manifest import Manifest
 from node.config.run_config import RunConfig
+from node.doctor.dial_back import PortProber
 from node.joining import resume
 from node.joining.addresses_file import keep_addresses_file
 from node.joining.bootstrap import BootstrapServer, RunInfo, add_candidates, ask_summary, reach
@@ -140,7 +141,8 @@ async def open_session(
             journal=journal,
         )
         await resume.restore(start, loop, worker, checkpoints)
-        BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign)
+        probe = PortProber(peer.transport.host_of).probe
+        BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign, probe)
         past = await peer.disk.run(journal.recent, 0)  # what earlier incarnations of this peer reported
         view.recall(past)
         for report in past:

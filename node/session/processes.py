@@ -18,7 +18,6 @@ from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.machine.probes import hottest_celsius
 from node.network.address_scope import Scope, scope, undialled
-from node.network.daemon import known_relays
 from node.network.libp2p import LibP2PTransport
 from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed
@@ -28,14 +27,15 @@ from node.runtime.compute import ThreadCompute
 from node.runtime.metrics import CpuMeter
 from node.runtime.program import upgrade
 from node.runtime.proxies import dialled_directly
+from node.session.examination import DoctorService, ExaminationBeside
 from node.session.pausing import PauseController
 from node.session.status_tracker import StatusTracker
 from node.session.swarm_poller import SwarmPoller
 from node.session.traffic_limits import TrafficLimits
+from node.session.transport import make_transport
 from node.storage.statedir import StateDir
 from node.ui.control import Command, ControlServer
 from protocols.base import Member
-from protocols.streams.framing import BULK_METHODS
 
 
 class PeerProcesses:
@@ -54,6 +54,7 @@ class PeerProcesses:
         self.files = ThreadCompute()
         self.limits = TrafficLimits(config, self.clock.wall, state.path, self.files)
         self.tracker = StatusTracker(config.nickname, self.me, self.limits, self.clock)
+        self.doctor = DoctorService(self._examination)
         self._terminal, self.view = view, EventFeed(view, self.clock.wall)
         self.swarm = SwarmPoller(self.tracker.status, self.view.say, upgrade())
 
@@ -66,7 +67,14 @@ class PeerProcesses:
         """
         config, state, tracker, say = self.config, self.state, self.tracker, self.view.say
         tracker.pauses = self.pauses = PauseController(state.path, self.clock, say)
-        command = partial(carry_out, finish=on_asked, pauses=self.pauses, limits=self.limits, swarm=self.swarm)
+        command = partial(
+            carry_out,
+            finish=on_asked,
+            pauses=self.pauses,
+            limits=self.limits,
+            swarm=self.swarm,
+            doctor=self.doctor.ask,
+        )
         async with (
             tracker.lag,
             self.compute,
@@ -75,6 +83,7 @@ class PeerProcesses:
             ControlServer(state.path, tracker.status, command),
             self.limits.kept(say, on_asked),
             await self._transport() as self.transport,
+            self.doctor,
             self._bootstrap_client(judge) as self.bootstrap,
             self._page(command) if config.page else nullcontext(),
         ):
@@ -83,19 +92,7 @@ class PeerProcesses:
             yield
 
     async def _transport(self) -> LibP2PTransport:
-        config, state = self.config, self.state
-        return LibP2PTransport(
-            state.identity,
-            listen=config.listen,
-            kept=state.listening(config.listen),
-            announce=config.announce,
-            nat=config.nat,
-            relay=config.relay,
-            relays=known_relays([*await self._given_addresses(), *state.addresses()], self.me.peer),
-            direct_methods=None if config.direct_port == "off" else BULK_METHODS,
-            direct_port=0 if config.direct_port == "off" else config.direct_port,
-            traffic=self.limits.traffic,
-        )
+        return make_transport(self.config, self.state, await self._given_addresses(), self.limits.traffic)
 
     async def _given_addresses(self) -> list[str]:
         """Those that the user gave, and those that files hold now."""
@@ -111,6 +108,11 @@ class PeerProcesses:
 
     async def _read_addresses(self, file: Path) -> AddressLine | str:
         return await self.files.run(partial(read_addresses, self.me.peer, file), 0)
+
+    def _examination(self, given: str) -> ExaminationBeside:
+        if self.tracker.transport is None:
+            raise ValueError("the peer is starting: ask again in a few seconds")
+        return ExaminationBeside(self.config, self.state, self.transport, self.tracker.contacts(), given)
 
     def _page(self, command: Command) -> PageServer:
         config = self.config
@@ -131,6 +133,7 @@ async def carry_out(
     pauses: PauseController,
     limits: TrafficLimits,
     swarm: SwarmPoller,
+    doctor: Callable[[int | None, str], Mapping[str, object]],
 ) -> Mapping[str, object]:
     """Carry out a request of the control socket or the page, a JSON object that names the command by `do`.
 
@@ -151,11 +154,13 @@ async def carry_out(
                 return {"ok": True, "line": pauses.resume()}
             case {"do": "set", "name": str(name), "value": str(value)}:
                 return {"ok": True, "line": await limits.change(name, value)}
+            case {"do": "doctor", "number": None | int() as number, "address": str(address)}:
+                return doctor(number, address)
     except ValueError as error:
         return {"ok": False, "line": str(error)}
     except OverflowError:  # an integer that is too large for a float
         return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
-    return {"error": 'ask {"do": …} with "status", "swarm", "finish", "pause", "resume" or "set"'}
+    return {"error": 'ask {"do": …} with "status", "swarm", "finish", "pause", "resume", "set" or "doctor"'}
 
 
 CONTROLS = ("pause", "finish")  # What the page's user may ask for

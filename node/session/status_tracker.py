@@ -116,6 +116,10 @@ class StatusTracker:
         """What other peers are told: also the private addresses that announced ones hide from the join line."""
         return (*self.addresses(), *(self.transport.hidden_addresses if self.transport else ()))
 
+    def contacts(self) -> Sequence[PeerRecord]:
+        """The other peers that this one knows; none before the session."""
+        return self._membership.contacts() if self._in_session else ()
+
     def pids(self) -> Sequence[int]:
         if not self._in_session or not self.transport:
             return (os.getpid(),)

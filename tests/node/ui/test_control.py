@@ -31,9 +31,11 @@ def soon(seconds: float = 2.0) -> float:
 
 
 def control_server(
-    state_dir: Path, finish: object = None, pauses: object = None, swarm: object = None
+    state_dir: Path, finish: object = None, pauses: object = None, swarm: object = None, doctor: object = None
 ) -> ControlServer:
-    command: Any = partial(carry_out, finish=finish or (lambda: None), pauses=pauses, limits=None, swarm=swarm)
+    command: Any = partial(
+        carry_out, finish=finish or (lambda: None), pauses=pauses, limits=None, swarm=swarm, doctor=doctor
+    )
     return ControlServer(state_dir, lambda: STATUS, command)
 
 

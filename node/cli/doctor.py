@@ -1,0 +1,148 @@
+"""The command `doctor`: what is wrong with this machine, its network and its run, and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from node.cli import options
+from node.cli.remote import ASK_SECONDS, PeerUnreachable, only_running, require_address
+from node.config.peer_config import PeerConfig
+from node.config.peer_sources import apply_saved, load_peer
+from node.reporting.status import to_json
+from node.runtime.locks import LocksUnsupported
+from node.ui.control import ControlUnavailable, ask, claimed, home
+
+if TYPE_CHECKING:
+    from node.doctor.findings import Finding
+
+POLL_SECONDS = 1.0
+ASKED_SECONDS = 40.0
+"""Longest time that a running peer's examination is awaited: the thirty seconds that it may take, and some more."""
+
+app = typer.Typer()
+
+
+@app.command()
+def doctor(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="ADDRESS",
+            help="Address of another peer that may help: it says whether it can dial this one. Default: the peers of "
+            "the run, or those that were met before.",
+            show_default=False,
+        ),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            envvar="NODE_STATE_DIR",
+            help="State directory. Default: that of the only peer that runs on this machine, else the first one.",
+            parser=options.path,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all at the end, as one JSON object.")] = False,
+) -> int:
+    """Say what is wrong with this machine, its network and its run, and what to do. Exit code 1: a warning; 2: FAIL."""
+    if address:
+        require_address(address)
+    from node.doctor.findings import conclusion, exit_code
+
+    findings: list[Finding] = []
+
+    def tell(finding: Finding) -> None:
+        findings.append(finding)
+        if not json:
+            print(finding, flush=True)
+
+    _examine(address or "", state_dir, tell)
+    code = exit_code(findings)
+    if json:
+        print(to_json({"code": code, "findings": [*map(_as_dict, findings)]}))
+    else:
+        print(conclusion(findings))
+    return code
+
+
+def _as_dict(finding: Finding) -> dict[str, str]:
+    return {name: str(getattr(finding, name)) for name in ("check", "level", "text", "cure")}
+
+
+def _examine(given: str, state_dir: Path | None, tell: Callable[[Finding], None]) -> None:
+    directory = state_dir or asyncio.run(_directory())
+    if asyncio.run(_ask_peer(directory, given, tell)):
+        return
+    config, _ = apply_saved(load_peer({"state_dir": directory}, os.environ, None), directory)
+    with ExitStack() as stack:
+        is_held = False
+        if directory.exists():
+            try:
+                stack.enter_context(claimed(directory))
+            except BlockingIOError:
+                is_held = True
+            except (LocksUnsupported, OSError):
+                pass  # the check of the state directory says so
+        _examine_here(config, directory, given, is_held, tell)
+
+
+def _examine_here(
+    config: PeerConfig, directory: Path, given: str, is_held: bool, tell: Callable[[Finding], None]
+) -> None:
+    import uvloop
+
+    from node.session.examination import ExaminationAlone
+
+    # As `asyncio.run`, which would wait at its end for a thread that a dead disk holds. The process ends without it.
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    if runner.run(ExaminationAlone(config, directory, given, is_held).run(tell)):
+        runner.close()
+
+
+async def _directory() -> Path:
+    """The state directory of the only peer that runs; if none does, the one that `join` would use."""
+    return await only_running(asyncio.get_running_loop().time() + ASK_SECONDS) or home() / "peer-1"
+
+
+async def _ask_peer(directory: Path, given: str, tell: Callable[[Finding], None]) -> bool:
+    """Have the peer that runs there examine itself; False if none answers."""
+    loop = asyncio.get_running_loop()
+    try:
+        answer = await ask(directory, "doctor", loop.time() + ASK_SECONDS, number=None, address=given)
+    except (ControlUnavailable, OSError):
+        return False
+    try:
+        await _follow(directory, answer, tell)
+    except (ControlUnavailable, OSError) as error:
+        raise PeerUnreachable(str(error)) from None
+    except ValueError as error:
+        raise PeerUnreachable(f"the peer's answer cannot be read ({error}): does it run another version?") from None
+    return True
+
+
+async def _follow(directory: Path, answer: Mapping[str, Any], tell: Callable[[Finding], None]) -> None:
+    """Tell the findings of an examination as they come, until it is over."""
+    from node.doctor.findings import MAX_FINDINGS, parse_finding
+
+    loop = asyncio.get_running_loop()
+    told, until = 0, loop.time() + ASKED_SECONDS
+    while True:
+        if answer.get("ok") is not True:
+            raise PeerUnreachable(str(answer.get("line", "the peer does not examine itself")))
+        for each in list(answer.get("findings", ()))[told:MAX_FINDINGS]:
+            tell(parse_finding(each))
+            told += 1
+        if answer.get("over") is True:
+            return
+        if loop.time() > until:
+            raise PeerUnreachable(f"the peer in {directory} does not end its examination: is it stopped?")
+        await asyncio.sleep(POLL_SECONDS)
+        number = answer.get("number")
+        answer = await ask(directory, "doctor", loop.time() + ASK_SECONDS, number=number, address="")

@@ -1,0 +1,3 @@
+from tests.node.network.conftest import directory, make
+
+__all__ = ["directory", "make"]

@@ -1,0 +1,70 @@
+"""`doctor` as a user runs it, while a peer runs in the directory and while none does."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
+from tests.support.warm import server
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+LIMIT_SECONDS = 30.0
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[RealPeer, RealPeer]]:
+    with RealSwarm(tmp_path, paced(elements=10_000)) as swarm:
+        anna = swarm.found("anna")
+        (bert,) = swarm.join("bert", via=anna)
+        wait("they have met", lambda: anna.sees(bert).get("live") and bert.reports(), 30)
+        yield anna, bert
+
+
+def examined(peer: RealPeer, home: Path) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code, and the findings by the names of their checks."""
+    said, began = home / "said", time.monotonic()
+    words = ["doctor", "--state-dir", str(peer.directory), "--json"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "NODE_LISTEN": peer.listen, "NODE_NAT": "false"}
+    with said.open("w") as out:
+        code = server().start("node", words, environment, {1: out.fileno()}).wait(LIMIT_SECONDS + 10)
+    assert time.monotonic() - began < LIMIT_SECONDS
+    answer: dict[str, Any] = json.loads(said.read_text())
+    assert answer["code"] == code
+    found = {each["check"]: each for each in answer["findings"]}
+    assert len(found) == len(answer["findings"]), "each check of this machine has one line"
+    return code, found
+
+
+def test_doctor_examines_a_running_peer_and_a_stopped_one(pair: tuple[RealPeer, RealPeer], tmp_path: Path) -> None:
+    anna, bert = pair
+    code, found = examined(anna, tmp_path)
+    assert code == 1 and "own loopback" in found["listen"]["text"]  # where the tests' peers listen
+    assert found["identity"]["text"].endswith("held by the running peer") and "p2pd runs" in found["programs"]["text"]
+    assert "reaches bert in " in found["reach"]["text"]
+    port = anna.address.split("/")[4]
+    assert found["outside"]["text"] == f"open on this machine only: bert dialled 127.0.0.1:{port}"
+    assert "from the others'" in found["others' clocks"]["text"]
+    assert "certificates lead to round" in found["run"]["text"]
+    assert anna.running and anna.status()["state"] != "leaving"
+
+    bert.strike(number=2)
+    bert.ends(20)
+    before = {path: path.stat().st_mtime_ns for path in bert.directory.rglob("*") if path.is_file()}
+    code, found = examined(bert, tmp_path)
+    assert code in (0, 1) and "p2pd starts in" in found["programs"]["text"]
+    assert bert.id[-6:] in found["identity"]["text"] and "held by" not in found["identity"]["text"]
+    port = bert.address.split("/")[4]
+    assert found["listen"]["level"] == "warn" and "reaches anna in " in found["reach"]["text"]
+    assert found["outside"]["text"] == f"open on this machine only: anna dialled 127.0.0.1:{port}"
+    assert found["run"]["level"] == "ok" and "is whole" in found["run"]["text"]
+    assert before == {path: path.stat().st_mtime_ns for path in bert.directory.rglob("*") if path.is_file()}
