@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 from node.runtime.cgroup import ControlGroup, memory_group, memory_kills
 from node.session.peer import NO_WORKER
 from tests.faults.event_log import EventLog
 from tests.faults.steps import Step
+from tests.support.processes import runs
 from tests.support.real_swarm import RealSwarm, wait
 
 HEADROOM_BYTES = 64 << 20
@@ -158,7 +157,7 @@ class Memory:
                 f"the kernel kills for {name}", lambda: place.kills() > before or hog.poll() is not None, KILLED_SECONDS
             )
             assert hog.poll() is None, "the kernel has killed the program that took the memory, and not the worker"
-        wait(f"it was the worker of {name}", lambda: not _is_alive(worker), SAID_SECONDS)
+        wait(f"it was the worker of {name}", lambda: not runs(worker), SAID_SECONDS)
         assert peer.running, f"the kernel killed {name} itself"
 
     def _limited(self, place: Group) -> bool:
@@ -178,10 +177,3 @@ def _hog(place: Group) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         hog.kill()
         hog.wait(SAID_SECONDS)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False

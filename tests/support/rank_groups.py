@@ -150,10 +150,6 @@ def ranks_of(trainer: RemoteTrainer) -> list[psutil.Process]:
     return [worker, *(others[f"rank {rank} of {len(others) + 1}"] for rank in range(1, len(others) + 1))]
 
 
-async def gone(processes: list[psutil.Process]) -> None:
-    await until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes), 5)
-
-
 @contextmanager
 def without_files(process: psutil.Process) -> Iterator[None]:
     """It can open no file inside the context."""

@@ -26,6 +26,7 @@ from node.training import worker_supervisor as succession
 from node.training.remote import RemoteTrainer, WorkerError
 from tests.support.long import long
 from tests.support.paths import REPOSITORY
+from tests.support.processes import runs
 from tests.support.rank_groups import (
     MUON_TOLERANCE,
     RUN,
@@ -75,7 +76,7 @@ class Lender:
         """Kill the machine's own process; all others of it follow."""
         tree = self.tree()
         os.kill(self.process.pid, signal.SIGKILL)
-        await until(lambda: not any(_runs(each) for each in tree), GONE_SECONDS)
+        await until(lambda: not any(runs(each) for each in tree), GONE_SECONDS)
 
     def clear(self) -> None:
         with suppress(psutil.Error, ProcessLookupError):
@@ -83,12 +84,6 @@ class Lender:
                 each.kill()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GONE_SECONDS)
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @contextmanager
@@ -220,7 +215,7 @@ async def test_killed_machine_is_named_and_replaced(division: str, compute: Thre
                 assert (await training.end()).tokens > 0
                 tree = again.ranks()
                 await trainer.release()  # machine 0's worker ends
-                await until(lambda: not any(_runs(each) for each in tree), GONE_SECONDS)
+                await until(lambda: not any(runs(each) for each in tree), GONE_SECONDS)
                 await until(lambda: "machine 0's worker has ended; waiting" in again.said(), GONE_SECONDS)
 
 

@@ -22,18 +22,13 @@ from node.training import worker_supervisor as succession
 from node.training.remote import RemoteTrainer, WorkerError
 from tests.support.long import long
 from tests.support.other_worker import worker_program
+from tests.support.processes import gone
 from tests.support.rank_groups import OWN, Training, gpt, grouped, own, ranks_of, round_of, vector, without_files
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
 
-ORPHAN_SECONDS = 5.0
 STEP_TOKENS = 512
-
-
-async def gone(processes: list[psutil.Process]) -> None:
-    runs = lambda: any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)  # noqa: E731
-    await until(lambda: not runs(), ORPHAN_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from tests.conformance.worlds import freeze
 from tests.support import warm
 from tests.support.long import long
 from tests.support.paths import REPOSITORY
+from tests.support.processes import runs
 from tests.support.waiting import until
 from tests.support.warm import WarmForkServer
 
@@ -459,7 +460,7 @@ def test_worker_dies_with_its_parent() -> None:
             child.send_signal(signal.SIGSTOP)
         parent.kill()
         began = time.monotonic()
-        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in children):
+        while any(map(runs, children)):
             assert time.monotonic() - began < 10
             time.sleep(0.01)
 
