@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {  # a constant rate; the decay of all parameters, as i
     "weight_decay": 0.1,
     "inner_optimizer": "adamw",
 }
-_BUSY_PARTNER_SECONDS, _IDLE_PARTNER_SECONDS = 0.5, 0.05
+_BUSY_PARTNER_SECONDS, _IDLE_PARTNER_SECONDS = 4.0, 0.05
 
 
 class _Mlp:
@@ -124,7 +124,7 @@ def turns(name: str, steps: int, in_swarm: bool) -> None:
 
 
 def partner(name: str, steps: int, address: str) -> None:
-    """Complete each round without training, and wait for the other's end of it."""
+    """Complete each round without training, later than the other, which does not wait for it."""
     task = model(name)
     optimizer = optimizer_of(task.module)
     with Swarm.join(task.module, optimizer, bootstrap=address) as swarm:

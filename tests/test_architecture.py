@@ -28,7 +28,7 @@ AHEAD = {"node/tasks/hf/streamed.py"}
 """It fetches ahead in the worker, which has no event loop."""
 RANKS = {f"node/ranks/{name}.py" for name in ("cluster", "group", "lent")} | {"node/cli/lend.py"}
 """The processes of a worker, which has no event loop."""
-LIBRARY = {f"node/library/{name}.py" for name in ("link", "swarm", "child", "ranks")}
+LIBRARY = {f"node/library/{name}.py" for name in ("child", "link", "peer", "ranks", "swarm", "worker")}
 """The process of a user's script, which has no event loop of ours."""
 ONLY_IN: dict[str, set[str]] = {
     "time": LIBRARY
@@ -90,7 +90,7 @@ BROAD_EXCEPT = {
     "node/training/worker.py",
     "node/runtime/fork_server.py",
     "node/ranks/group.py",
-    "node/library/swarm.py",
+    "node/library/worker.py",
 }
 
 

@@ -30,9 +30,12 @@ class ChildPeer:
         self._leash.setblocking(False)
         handle, name = tempfile.mkstemp(prefix="starling-peer-", suffix=".log")
         self.log, self.state_dir, self._told = Path(name), None, b""
-        if run:
-            self.log.with_suffix(".toml").write_text(run)
-            arguments = ["--run", str(self.log.with_suffix(".toml")), *arguments]
+        self._lines, self._quiet = self.log.open(errors="replace"), quiet
+        if not quiet:  # its lines are shown: nothing is left of them, even if this process is killed
+            self.log.unlink()
+        self._run_file = _private(run) if run else None
+        if self._run_file:
+            arguments = ["--run", str(self._run_file), *arguments]
         paths = os.pathsep.join(filter(None, (str(_ROOT), environment.get("PYTHONPATH", ""))))
         with theirs, os.fdopen(handle, "wb") as log:
             self._process = subprocess.Popen(
@@ -44,10 +47,10 @@ class ChildPeer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the script, which then leaves
             )
-        self._quiet = quiet
         os.register_at_fork(after_in_child=self._leash.close)
+        self._following = threading.Thread(target=self._follow, name="starling", daemon=True)
         if not quiet:
-            threading.Thread(target=self._follow, name="starling", daemon=True).start()
+            self._following.start()
 
     state_dir: Path | None
 
@@ -64,14 +67,20 @@ class ChildPeer:
                     self._told += self._leash.recv(1 << 16)
                 if b"\n" in self._told:
                     self.state_dir = Path(json.loads(self._told)["state_dir"])
-                    self.log.with_suffix(".toml").unlink(missing_ok=True)  # the peer has read it
+                    self._forget_run_file()  # the peer has read it
         return self.state_dir
 
     def last_line(self) -> str:
-        with suppress(OSError):
-            lines = self.log.read_text(errors="replace").strip().splitlines()
-            return lines[-1].removeprefix("starling: ") if lines else ""
-        return ""
+        end = os.pread(self._lines.fileno(), 1 << 16, max(0, os.fstat(self._lines.fileno()).st_size - (1 << 16)))
+        lines = end.decode(errors="replace").strip().splitlines()
+        line = lines[-1].removeprefix("starling: ") if lines else ""
+        return line.replace(f"{self._run_file}: ", "settings: ")
+
+    def how_it_ended(self) -> str:
+        code = self.code or 0
+        if code < 0:
+            return f"the peer was killed by signal {-code}"
+        return f"the peer ended with exit code {code}: {self.last_line() or 'it said nothing'}"
 
     def end(self, seconds: float) -> None:
         """Wait for its end, which has been asked for; at the limit, kill it."""
@@ -82,16 +91,30 @@ class ChildPeer:
             self._process.kill()
             self._process.wait()
         finally:
-            self.log.with_suffix(".toml").unlink(missing_ok=True)
-            if self._process.returncode == 0 or not self._quiet:  # else nothing else has shown its lines
+            self._forget_run_file()
+            if self._process.returncode == 0:  # else nothing else has shown the lines of a quiet peer
                 self.log.unlink(missing_ok=True)
+            if self._following.is_alive() and self._following is not threading.current_thread():
+                self._following.join(5 * _FOLLOW_SECONDS)  # the last lines
+
+    def _forget_run_file(self) -> None:
+        if self._run_file:
+            self._run_file.unlink(missing_ok=True)
 
     def _follow(self) -> None:
-        with suppress(OSError, ValueError), self.log.open(errors="replace") as file:
+        with suppress(OSError, ValueError):
             while True:
                 ended = self.code is not None
-                for line in file:
+                for line in self._lines:
                     print(line, end="", file=sys.stderr, flush=True)
                 if ended:
                     return
                 time.sleep(_FOLLOW_SECONDS)
+
+
+def _private(text: str) -> Path:
+    """A new file that only this user can read."""
+    handle, name = tempfile.mkstemp(prefix="starling-run-", suffix=".toml")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    return Path(name)

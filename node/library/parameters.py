@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from node.tasks.bystanders import Bystanders, listed
-from node.tasks.extra import ExtraTensors
+from node.tasks.extra import ExtraTensors, named_parameters, plain_name
 from protocols.base import Layout, Vector
 
 _WRAPPERS = ("_orig_mod", "module")  # of torch.compile, and of DistributedDataParallel
@@ -40,7 +40,7 @@ def bare(model: nn.Module) -> nn.Module:
 def running_statistics(model: nn.Module) -> list[str]:
     """Names of the buffers that BatchNorm and its like change in training."""
     return [
-        f"{path}.{name}".lstrip(".")
+        plain_name(f"{path}.{name}").lstrip(".")
         for path, part in model.named_modules()
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
         for name in ("running_mean", "running_var")
@@ -55,7 +55,7 @@ class Parameters:
 
     def __init__(self, model: nn.Module, extra: Sequence[str] | None = None, optimizer: Any = None) -> None:
         self._model = model = bare(model)
-        named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        named = [(name, each) for name, each in named_parameters(model).items() if each.requires_grad]
         if not named:
             raise SwarmError("the model has no parameter that takes gradients: there is nothing to train")
         for name, each in named:
@@ -71,10 +71,8 @@ class Parameters:
         self._count = sum(math.prod(shape) for shape, _ in self._expected.values())
         self._extra = ExtraTensors(model, self._extra_names, self._count)
         shapes = tuple((name, shape) for name, (shape, _) in self._expected.items())
-        self.layout, self.device = (
-            Layout(((*shapes, *self._extra.fragment),)),
-            named[0][1].device,
-        )  # the latter at first
+        self.layout = Layout(((*shapes, *self._extra.fragment),))
+        self.device = named[0][1].device  # at first
         self._bystanders = Bystanders(model, named)
         self._taken: dict[str, torch.Tensor] = {}  # of parameters that are not float32, as last copied
 
@@ -96,7 +94,7 @@ class Parameters:
 
     def checked(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters by name. Raises `SwarmError`."""
-        present = dict(self._model.named_parameters())
+        present = named_parameters(self._model)
         if gone := [name for name in self._expected if name not in present]:
             raise SwarmError(f"the model has no parameter {listed(gone)} any more: keep those of the join")
         for name, (shape, dtype) in self._expected.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from node.tasks.extra import DTYPES, find, overwrite
+from node.tasks.extra import DTYPES, find, named_parameters, overwrite, part_of, plain_name
 
 MAX_SHARE = 2
 """Frozen parameters may change in training, as a mean teacher's do. They are looked at only if they are at most so many
@@ -23,11 +23,11 @@ class Bystanders:
     def __init__(self, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._module, self._trained = module, dict(trained)
         ids = {id(parameter) for _, parameter in trained}
-        others = {name: each for name, each in module.named_parameters() if id(each) not in ids}
+        others = {name: each for name, each in named_parameters(module).items() if id(each) not in ids}
         frozen = {name: each for name, each in others.items() if not each.requires_grad}
         most = MAX_SHARE * sum(parameter.numel() for _, parameter in trained)
         self.tensors: dict[str, torch.Tensor] = {
-            name: buffer for name, buffer in module.named_buffers() if buffer.numel() <= MAX_BUFFER_ELEMENTS
+            plain_name(name): buffer for name, buffer in module.named_buffers() if buffer.numel() <= MAX_BUFFER_ELEMENTS
         }
         if sum(each.numel() for each in frozen.values()) <= most:
             self.tensors.update(frozen)
@@ -41,8 +41,7 @@ class Bystanders:
     @torch.no_grad()
     def restore(self, copies: Mapping[str, torch.Tensor]) -> None:
         for name, value in copies.items():
-            path, _, key = name.rpartition(".")
-            part, tensor = self._module.get_submodule(path), self.tensors[name]
+            (part, key), tensor = part_of(self._module, name), self.tensors[name]
             overwrite(tensor, value)
             if key in part._buffers:
                 part._buffers[key] = tensor
@@ -62,9 +61,8 @@ class Bystanders:
         )
 
     def _counts(self, name: str) -> bool:
-        path, _, key = name.rpartition(".")
-        is_local = key in self._module.get_submodule(path)._non_persistent_buffers_set
-        return self.tensors[name].is_floating_point() and not is_local
+        part, key = part_of(self._module, name)
+        return self.tensors[name].is_floating_point() and key not in part._non_persistent_buffers_set
 
     def news(self, known: Sequence[str]) -> Iterator[str]:
         """One line for each kind of change since the start that has no effect on the run, or an unwanted one."""
@@ -73,7 +71,7 @@ class Bystanders:
         self._versions = now
         thawed = [
             name
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in named_parameters(self._module).items()
             if parameter.requires_grad and name not in self._trained and id(parameter) not in self._left_out
         ]
         frozen = [name for name, parameter in self._trained.items() if not parameter.requires_grad]

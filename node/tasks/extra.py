@@ -150,10 +150,27 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.detach().copy_(value)
 
 
-def find(module: nn.Module, name: str) -> torch.Tensor | None:
+def plain_name(name: str) -> str:
+    """A tensor's name without what torch.compile adds to it when it wraps a part of a module."""
+    return name.replace("_orig_mod.", "")
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Each once, by its plain name."""
+    return {plain_name(name): parameter for name, parameter in module.named_parameters()}
+
+
+def part_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The part that holds the tensor of this plain name, and its name there. Raises AttributeError."""
     path, _, key = name.rpartition(".")
+    part = module.get_submodule(path)
+    return getattr(part, "_orig_mod", part), key
+
+
+def find(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of this plain name."""
     try:
-        part = module.get_submodule(path)
+        part, key = part_of(module, name)
     except AttributeError:
         return None
     return part._buffers.get(key) if key in part._buffers else part._parameters.get(key)

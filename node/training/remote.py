@@ -229,7 +229,7 @@ class RemoteTrainer:
             if self._worker is None:
                 progress(self._without_worker)
             if not await self._alive(cut):
-                return NOTHING
+                return replace(self._without_worker, resting=False)
             with suppress(WorkerGone):
                 async with self._boundary():
                     self._shared.attention = cut.is_set() or self._waiting > 0 or self._resting

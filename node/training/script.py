@@ -36,7 +36,7 @@ from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerPro
 from node.training.remote import NOTHING, RemoteTrainer
 from node.training.shared import Shared
 from node.training.worker import MAX_LINE_BYTES
-from protocols.base import Compute, Layout, Vector
+from protocols.base import Compute, Layout, LocalProgress, Vector
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ _HELLO_SECONDS = 60.0  # it may have to write a large model
 _MAX_QUEUE = 64
 BUSY = "not now"  # how the refusal of a script begins that may try again
 NO_SCRIPT = "no script is attached"
+_WITHOUT_SCRIPT = replace(NOTHING, resting=True)
 
 
 class ScriptProcess:
@@ -94,6 +95,7 @@ class ScriptLink(WorkerProcess):
         process = ScriptProcess(sock, self._hang_up)
         super().__init__(process, FaultDump(), reader, writer)  # type: ignore[arg-type]
         self.evaluates, self.memory = False, cast(Shared, None)  # until it has introduced itself
+        self.has_left, self._longest_step_seconds = False, 0.0
         self._messages = asyncio.Queue[bytes](_MAX_QUEUE)
         self._reading = asyncio.create_task(self._read(), name="script")
 
@@ -152,10 +154,11 @@ class ScriptLink(WorkerProcess):
         return answer
 
     async def ask(self, command: dict[str, Any], memory: Shared, on_progress: OnProgress) -> Any:
-        """As of a worker. A script that is silent when it is to stop loses its link."""
+        """As of a worker. A script that is silent when it is to stop loses its link; one that leaves ends its turn."""
         self.command = command["do"]
         self._send(command)
-        watch = _Watch(asyncio.get_running_loop().time(), evaluates=self.command == "evaluate")
+        now = asyncio.get_running_loop().time()
+        watch = _Watch(now, self._longest_step_seconds, evaluates=self.command == "evaluate")
         while True:
             try:
                 async with asyncio.timeout(_LOOK_SECONDS):
@@ -170,7 +173,11 @@ class ScriptLink(WorkerProcess):
                 continue
             if "done" in answer:
                 return answer["done"]
+            if "leaves" in answer:
+                self.has_left = True
+                return answer["leaves"]
             watch.progress = answer["progress"]
+            self._longest_step_seconds = max(self._longest_step_seconds, watch.progress["step_seconds"])
             on_progress(answer["progress"])
 
     async def end(self) -> None:
@@ -191,10 +198,10 @@ class ScriptLink(WorkerProcess):
 class _Watch:
     """Whether a script that was given a command is silent. It knows no clock."""
 
-    def __init__(self, now: float, evaluates: bool) -> None:
+    def __init__(self, now: float, longest_step_seconds: float, evaluates: bool) -> None:
         self.progress: dict[str, Any] = {name: getattr(NOTHING, name) for name in _PROGRESS}
         self.beaten, self.gone = now, False
-        self._beats, self._longest, self._resting, self._evaluates = -1, 0.0, False, evaluates
+        self._beats, self._longest, self._resting, self._evaluates = -1, longest_step_seconds, False, evaluates
         self._called: float | None = None  # since when it is to stop
 
     def look(self, now: float, beats: int, attention: bool) -> bool | None:
@@ -332,7 +339,7 @@ class ScriptTrainer(RemoteTrainer):
     ) -> None:
         super().__init__(spec, compute)
         self._entrance, self._on_waiting = entrance, on_waiting
-        self._without_worker = replace(NOTHING, resting=True)
+        self._without_worker = _WITHOUT_SCRIPT
 
     async def __aenter__(self) -> Self:
         self._on_waiting("for a script that attaches")
@@ -355,6 +362,22 @@ class ScriptTrainer(RemoteTrainer):
     def _mending_seconds(self) -> float:
         return math.inf
 
+    async def _ask(self, command: dict[str, Any], on_progress: OnProgress = lambda _: None) -> Any:
+        """What a script that has left had trained stays, until the round ends or another script goes on from it."""
+        worker = self._worker
+        if isinstance(worker, ScriptLink) and worker.has_left:
+            self._lose(worker)
+        answer = await super()._ask(command, on_progress)
+        if isinstance(worker, ScriptLink) and worker.has_left:
+            self._without_worker = replace(LocalProgress(**answer), resting=True)
+        return answer
+
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+        left = self._without_worker
+        stays = tokens and left.tokens
+        self._without_worker = replace(left, tokens=tokens, carried=tokens) if stays else _WITHOUT_SCRIPT
+        await super().write(source, anchor, tokens)
+
     async def _reset_local(self, worker: WorkerProcess) -> None:
         """A script that was to stop and did not may still write: the local parameters are in other memory from now."""
         page = shared.create()
@@ -363,7 +386,7 @@ class ScriptTrainer(RemoteTrainer):
         finally:
             os.close(page)
         memory.attention = self._shared.attention
-        self._shared = memory
+        self._shared, self._without_worker = memory, _WITHOUT_SCRIPT
         await super()._reset_local(worker)
 
     async def _gain(self, worker: WorkerProcess) -> None:

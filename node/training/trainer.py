@@ -75,6 +75,11 @@ class LocalTraining:
         return self._steps >= self._inner_steps
 
     @property
+    def steps_left(self) -> int:
+        """Until the round is complete; below 0 with surplus steps."""
+        return self._inner_steps - self._steps
+
+    @property
     def tokens(self) -> int:
         return self._carried + self._tokens
 
@@ -88,6 +93,14 @@ class LocalTraining:
         if step.tokens:
             self._tokens += step.tokens
             self._loss += step.loss * step.tokens
+
+    def take(self, steps: int, trained: Step, seconds: float) -> None:
+        """Count steps that were taken elsewhere, with the tokens and mean loss of all."""
+        self._steps += steps
+        self.add(trained)
+        self._seconds += seconds
+        if steps:
+            self._step_seconds = seconds / steps
 
     def spend(self, seconds: float) -> None:
         self._seconds += seconds

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from node.library import StepResult, Swarm, SwarmError
-from node.library import swarm as library
+from node.library import peer as library
 from node.library.parameters import Parameters
 from node.training import script
 from node.training.remote import NOTHING
@@ -187,10 +187,10 @@ class Loop:
     def check(self, rounds: Rounds, result: StepResult) -> None:
         anchor = rounds.anchors[result.round]
         work, handed = rounds.contributions[result.round - 1] if result.round else (NOTHING, anchor)
-        if self.swarm._training.work().carried:  # it attached again, and goes on from what it had handed over
+        if self.swarm._worker.training.work().carried:  # it attached again, and goes on from what it had handed over
             return
         low = 0
-        for name, (shape, dtype) in self.swarm._parameters._expected.items():
+        for name, (shape, dtype) in self.swarm._worker.parameters._expected.items():
             high = low + math.prod(shape)
             now, outer, mine = self.model.get_parameter(name).detach(), anchor[low:high], handed[low:high]
             assert torch.equal(now.flatten(), outer.to(dtype)), f"{name} is not that of the anchor"

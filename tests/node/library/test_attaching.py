@@ -4,6 +4,7 @@ come.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ def model(hidden: int = 6) -> nn.Module:
 def join(directory: Path, module: nn.Module, **more: Any) -> Swarm:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     return Swarm.join(module, optimizer, attach=directory, quiet=True, **more)
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in module.parameters()])
 
 
 def train(swarm: Swarm, module: nn.Module, rounds: int) -> None:
@@ -50,8 +55,7 @@ def test_refused_and_dead_scripts_change_nothing(tmp_path: Path) -> None:
         with join(tmp_path, last, join_seconds=20) as swarm:
             train(swarm, last, 1)
             number = swarm.step(tokens=0).round
-        flat = torch.cat([each.detach().flatten() for each in last.parameters()])
-        assert any(torch.allclose(flat, start + added, atol=1e-3) for added in range(number + 1)), (
+        assert any(torch.allclose(flat(last), start + added, atol=1e-3) for added in range(number + 1)), (
             "the first script's, and the means"
         )
 
@@ -61,14 +65,35 @@ def test_steps_taken_alone_do_not_count_in_the_next_round(tmp_path: Path) -> Non
     with Rounds(tmp_path, inner_steps=5, round_seconds=30) as rounds:
         module = model()
         with join(tmp_path, module) as swarm:
-            swarm._drop()
+            swarm._worker.drop()
             while True:
                 swarm._optimizer.step()
                 if swarm.step(tokens=3).ended:
                     break
             swarm._optimizer.step()
             swarm.step(tokens=3)
-            assert swarm._training._steps == 1 and len(rounds.anchors) == 1
+            assert swarm._worker.training.steps_left - swarm._counter.steps == 4 and len(rounds.anchors) == 1
+
+
+@pytest.mark.timeout(60)
+def test_script_that_leaves_hands_over_its_part_of_the_round(tmp_path: Path) -> None:
+    """The next script of the peer goes on from it, and the round has the work of both."""
+    with Rounds(tmp_path, inner_steps=500, round_seconds=4) as rounds:
+        left: list[torch.Tensor] = []
+        for _ in range(2):
+            module = model()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            with Swarm.join(module, optimizer, attach=tmp_path, quiet=True) as swarm:
+                assert not left or torch.equal(flat(module), left[0])
+                module(torch.randn(3, 4)).sum().backward()
+                optimizer.step()
+                swarm.step(tokens=3)
+                left.append(flat(module))
+        until = time.monotonic() + 20
+        while not rounds.contributions and time.monotonic() < until:
+            time.sleep(0.05)
+        work, local = rounds.contributions[0]
+        assert work.tokens == 6 and torch.equal(local, left[1]) and not torch.equal(*left)
 
 
 def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
