@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
 from typing import TypeAlias
 
-from node.doctor.network import MIN_PORT, DialBackReport, scope_of
+from node.direct.messages import MIN_PORT
+from node.doctor.network import DialBackReport, scope_of
 from node.membership.hello import BOOTSTRAP_METHOD, PortResult, PortsProbed, ProbedPort, ProbePorts
 from node.network.address_scope import Scope
 from node.reporting.status import printable

@@ -54,11 +54,11 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    failed = sum(each.level is Level.FAIL for each in findings)
-    warned = sum(each.level is Level.WARN for each in findings)
-    if failed:
-        return f"This peer would not work: {failed} of these lines say{'s' * (failed == 1)} FAIL."
-    return f"You can train{f'; {warned} of these lines warn{chr(115) * (warned == 1)} you' if warned else ''}."
+    """The last line: whether the peer works."""
+    for level, words in ((Level.FAIL, "This peer would not work"), (Level.WARN, "You can train")):
+        if lines := [each.check for each in findings if each.level is level]:
+            return f"{words}. {level}: {', '.join(dict.fromkeys(lines))}."
+    return "You can train."
 
 
 # -- one after another -------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class NetworkExamination:
 
     async def _at(self, address: str) -> tuple[PeerId, Helper]:
         where, _, peer = address.rpartition("/p2p/")
-        return await self._asked(peer, address, (where,), keep_reason=True)
+        return await self._asked(peer, short(peer), (where,), keep_reason=True)
 
     async def _by_name(self, live: LivePeer) -> tuple[PeerId, Helper]:
         return await self._asked(live.peer, live.nickname or short(live.peer), ())

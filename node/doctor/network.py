@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from statistics import median
 
+from node.direct.messages import MIN_PORT
 from node.doctor.findings import Finding, Level, found
 from node.doctor.machine import Fault
 from node.membership.hello import MAX_PROBED_PORTS, PortResult, ProbedPort
@@ -16,7 +17,7 @@ from node.network.address_scope import Scope, scope
 from node.reporting.swarm import newer_line, release
 from node.runtime.program import typed, upgrade
 
-MIN_PORT = 1024
+REFUSED = "connection refused"  # in a reason: TCP works, if only to a machine whose peer is down
 _SHARED = ip_network("100.64.0.0/10")  # RFC 6598: what a provider's router has inside
 _VPN = ("tun", "wg", "tailscale", "zt", "ppp")
 
@@ -85,7 +86,7 @@ def check_reach(facts: Reached) -> list[Finding]:
                 yield Level.FAIL, "this machine has no address in any network", "connect it to one"
             return
         first = facts.helpers[0]
-        if facts.proxies:
+        if facts.proxies and not any(REFUSED in each.why for each in facts.helpers):
             what = f"{facts.proxies[0]} is set, and no outbound TCP works"
             yield Level.FAIL, what, "libp2p needs TCP to the peers' ports; HTTP proxies are not used"
         elif facts.is_given:
@@ -214,7 +215,7 @@ def _closed(facts: Outside, report: DialBackReport, port: ProbedPort) -> Finding
 def _why(port: ProbedPort) -> str:
     if port.result == PortResult.SILENT:
         return f"no answer in {port.seconds:.0f} s"
-    words = {PortResult.REFUSED: "connection refused", PortResult.UNREACHABLE: "no route leads there"}
+    words = {PortResult.REFUSED: REFUSED, PortResult.UNREACHABLE: "no route leads there"}
     return {str(result): why for result, why in words.items()}.get(port.result, port.result)
 
 

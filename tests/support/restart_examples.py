@@ -9,13 +9,14 @@ from pathlib import Path
 
 from node.config.manifest import Manifest, layout_digest, seal
 from node.config.run_config import load_run
+from node.joining import resume
 from node.storage.checkpoint import Checkpoint, whole
 from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.statedir import StateDir
 from protocols.base import Layout, Member
 from protocols.history.chain import Chain
 from protocols.registry import REPLICATED_PROTOCOLS
-from tests.support.checkpoints import Disk, Worker, like, state
+from tests.support.checkpoints import LAYOUT, Disk, Worker, like, state
 from tests.support.fake_rounds import RUN, decided
 
 SAMPLE = b"what all peers evaluate on"
@@ -63,6 +64,15 @@ def checkpoint(path: Path, chain: Chain, round_number: int, common: Checkpoint |
 
     asyncio.run(main())
     return newest_first(path)[0]
+
+
+def lived(here: StateDir) -> tuple[Manifest, list[Checkpoint]]:
+    """A former incarnation: five rounds, and checkpoints before the third and the fifth."""
+    manifest = begin(here)
+    first = resume.load_restart_point(here, manifest, Member("anna", 1))
+    train(first.chain)
+    common = first.like(manifest.run_id, LAYOUT)
+    return manifest, [checkpoint(here.path, first.chain, number, common) for number in (2, 4)]
 
 
 def newest_first(path: Path) -> tuple[Checkpoint, ...]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.faults.homes import Homes, Router
+from tests.faults.network import why_not
 from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 from tests.support.warm import server
@@ -27,6 +29,42 @@ def pair(tmp_path: Path) -> Iterator[tuple[RealPeer, RealPeer]]:
         (bert,) = swarm.join("bert", via=anna)
         wait("they have met", lambda: anna.sees(bert).get("live") and bert.reports(), 30)
         yield anna, bert
+
+
+ROUTERS = {
+    Router.PORT_KEEPING: ("warn", "closed from outside: ", "(no answer in 5 s)"),
+    Router.REFUSING: ("warn", "closed from outside: ", "(connection refused)"),
+    Router.CGNAT: ("warn", "closed from outside: ", "(no answer in 5 s)"),
+    Router.FULL_CONE: ("ok", "open from outside: ", " dialled "),
+}
+
+
+@pytest.mark.long
+def test_doctor_says_what_each_router_lets_in(tmp_path: Path) -> None:
+    """Peers at home, each with the only public peer as its helper; and the founder, whose helpers are at home."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Homes() as network:
+
+        def prepare(peer: RealPeer) -> None:
+            peer.nat = True
+            place = network.add(peer.name) if peer.name == "founder" else network.home(*homes[peer.name])
+            peer.inside, peer.listen = place.inside, "/ip4/0.0.0.0/tcp/4001"
+
+        homes = {f"peer{number}": (f"home{number}", router) for number, router in enumerate(ROUTERS)}
+        with RealSwarm(tmp_path, paced(elements=10_000), prepare) as swarm:
+            founder = swarm.found("founder")
+            swarm.join(*homes, via=founder)
+            for name, (_, router) in homes.items():
+                level, begins, ends = ROUTERS[router]
+                wait("they have met", lambda name=name: swarm[name].sees(founder).get("live"), 30)
+                code, found = examined(swarm[name], tmp_path)
+                said = found["outside"]
+                assert code in (0, 1) and said["level"] == level, said
+                assert said["text"].startswith(f"{begins}founder ") and ends in said["text"], said
+                assert ("forward tcp 4001 and " in said["cure"]) == (level == "warn"), said
+            _, found = examined(founder, tmp_path)
+            assert found["outside"]["text"].startswith("open from outside: ")
 
 
 def examined(peer: RealPeer, home: Path) -> tuple[int, dict[str, dict[str, str]]]:

@@ -105,7 +105,7 @@ def readings(**changes: Any) -> dict[str, Any]:
     return _with("pauses", readings=replace(CALM, **changes))
 
 
-FAR = Helper("anna", why="connection refused")
+FAR, SILENT = Helper("anna", why="connection refused"), Helper("anna", why="no answer")
 WARN, FAIL, UNKNOWN = Level.WARN, Level.FAIL, Level.UNKNOWN
 FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
     "no torch": (_with("programs", torch=""), FAIL, "torch is not installed", "install"),
@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
     "met is down": (_with("reach", helpers=(FAR,)), WARN, "the only known peer cannot", "doctor ADDRESS"),
     "all are down": (_with("reach", helpers=(FAR, FAR)), WARN, "none of 2 known peers can be", "doctor ADDRESS"),
     "proxy": (
-        _with("reach", helpers=(FAR,), proxies=("HTTP_PROXY",)),
+        _with("reach", helpers=(SILENT,), proxies=("HTTP_PROXY",)),
         FAIL,
         "HTTP_PROXY is set, and no outbound TCP works",
         "HTTP proxies are not used",
@@ -265,6 +265,15 @@ def test_lines_of_a_peer_that_is_well() -> None:
     ):
         assert f"{words}\n" in f"{said}\n"
     assert conclusion(examined()) == "You can train."
+    clock, key = WELL["clock"], replace(WELL["identity"], problem="is open")
+    warned = examined(clock=replace(clock, is_set_by_network=False))
+    assert conclusion(warned) == "You can train. warn: clock."
+    assert conclusion([*warned, *check_identity(key)]) == "This peer would not work. FAIL: identity."
+
+
+def test_refused_dial_shows_that_tcp_works_beside_a_proxy() -> None:
+    refused = replace(WELL["reach"], helpers=(FAR,), is_given=True)
+    assert check_reach(replace(refused, proxies=("HTTP_PROXY",))) == check_reach(refused)
 
 
 def test_what_is_open_nearby_only_is_said_so() -> None:

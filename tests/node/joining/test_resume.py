@@ -11,19 +11,18 @@ import pytest
 import torch
 
 from node.config.derived import stream_seed
-from node.config.manifest import Manifest
 from node.joining import resume
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.storage.certificate_log import CertificateLog
-from node.storage.checkpoint import Checkpoint, DataCursor, whole
+from node.storage.checkpoint import DataCursor, whole
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols.base import Member
 from protocols.history.chain import Chain
 from protocols.sync.snapshot import Snapshot
-from tests.support.checkpoints import LAYOUT, state
+from tests.support.checkpoints import state
 from tests.support.fake_rounds import RUN, decided
-from tests.support.restart_examples import ROSTER, begin, checkpoint, checkpoint_manager, flip_bit, train
+from tests.support.restart_examples import ROSTER, begin, checkpoint, checkpoint_manager, flip_bit, lived, train
 
 
 @pytest.fixture
@@ -32,15 +31,6 @@ def chain() -> Chain:
     made = Chain(RUN, "run", ROSTER)
     train(made)
     return made
-
-
-def lived(here: StateDir) -> tuple[Manifest, list[Checkpoint]]:
-    """A former incarnation: five rounds, and checkpoints before the third and the fifth."""
-    manifest = begin(here)
-    first = resume.load_restart_point(here, manifest, Member("anna", 1))
-    train(first.chain)
-    common = first.like(manifest.run_id, LAYOUT)
-    return manifest, [checkpoint(here.path, first.chain, number, common) for number in (2, 4)]
 
 
 def files(directory: Path) -> dict[str, bytes]:
