@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from node.runtime.program import child_environment
+
 LEASH = "STARLING_LEASH"  # as in `node.training.script`
 _FOLLOW_SECONDS = 0.2
-_ROOT = Path(__file__).parents[2]
 
 
 class ChildPeer:
@@ -36,14 +37,13 @@ class ChildPeer:
         self._run_file = _private(run) if run else None
         if self._run_file:
             arguments = ["--run", str(self._run_file), *arguments]
-        paths = os.pathsep.join(filter(None, (str(_ROOT), environment.get("PYTHONPATH", ""))))
         with theirs, os.fdopen(handle, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "node", "join", "--own-loop", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, "PYTHONPATH": paths, LEASH: str(theirs.fileno())},
+                env={**environment, **child_environment(environment), LEASH: str(theirs.fileno())},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the script, which then leaves
             )

@@ -8,9 +8,11 @@ import select
 import socket
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from node.runtime.json_file import read_json
+from node.runtime.program import typed
 
 CONNECT_SECONDS = 2.0
 MAX_LINE_BYTES = 1 << 20
@@ -41,7 +43,7 @@ class Link:
             sock.connect(place["socket"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             sock.close()
-            begin = f"start one by `python -m node join --own-loop --state-dir {state_dir}`"
+            begin = f"start one by `{typed('join --own-loop --state-dir')} {quote(str(state_dir))}`"
             raise LinkLost(f"no peer with --own-loop runs in {state_dir}: {begin}") from error
         return cls(sock)
 

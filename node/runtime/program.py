@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 
 NAME, MODULE = "starling", "python -m node"
 STARTED_AS = "STARLING_STARTED_AS"
@@ -37,9 +39,9 @@ def restart_words() -> tuple[str, ...]:
     return (sys.executable, "-m", "starling_node" if IS_INSTALLED else "node")
 
 
-def child_environment() -> dict[str, str]:
+def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables by which a Python that imports nothing from the current directory finds this project."""
-    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    paths = filter(None, (str(ROOT), environment.get("PYTHONPATH")))
     return {"PYTHONPATH": os.pathsep.join(paths), STARTED_AS: program()}
 
 
@@ -53,8 +55,8 @@ def install(extra: str) -> str:
     wanted = f"'{NAME}-node[{extra}]'"
     return {
         "pipx": f"pipx runpip {NAME}-node install {wanted}",
-        "uv": f"uv pip install --python {sys.executable} {wanted}",
-        "pip": f"{sys.executable} -m pip install {wanted}",
+        "uv": f"uv pip install --python {quote(sys.executable)} {wanted}",
+        "pip": f"{quote(sys.executable)} -m pip install {wanted}",
     }[_installer()]
 
 
@@ -65,7 +67,7 @@ def upgrade() -> str:
     return {
         "pipx": f"pipx upgrade {NAME}-node",
         "uv": f"uv tool upgrade {NAME}-node",
-        "pip": f"{sys.executable} -m pip install --upgrade {NAME}-node",
+        "pip": f"{quote(sys.executable)} -m pip install --upgrade {NAME}-node",
     }[_installer()]
 
 
