@@ -1,7 +1,7 @@
 """A training loop of one's own in a swarm (`node.library`): what it costs, what it learns, and hivemind's beside it.
 
     python -m benchmarks.own_loop cost [--model w128] [--steps 50] [--pairs 6]
-    python -m benchmarks.own_loop held-out [--seeds 0:3] [--rounds 8] [--steps 50]
+    python -m benchmarks.own_loop held-out [--seeds 0:3] [--rounds 8] [--steps 50] [--ways plain lightning …]
     python -m benchmarks.own_loop hivemind [--repeats 2] [--loss 0.2]
 
 cost        a plain script beside the same script in a swarm of two, in turn: A B A B … A turn is a round. The other
@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from benchmarks.own_loop_script import RECIPE, Turn
+from benchmarks.own_loop_script import RECIPE, WAYS, Turn
 from tests.sim.arguments import Parser, at_least_one, seeds
 
 HIGHEST_STEP_SECONDS, LOWEST_SHARE, LARGEST_DIFFERENCE = 50e-6, 0.98, 0.01
@@ -206,12 +206,12 @@ def cost(model: str, steps: int, pairs: int) -> bool:
 # -- held-out loss ----------------------------------------------------------------------------------------------------
 
 
-def as_scripts(seed: int, rounds: int, steps: int) -> list[dict[str, Any]]:
+def as_scripts(way: str, seed: int, rounds: int, steps: int) -> list[dict[str, Any]]:
     """The reports of one of two peers that train by scripts."""
     with scripts() as start:
         numbers = [str(rounds), str(steps)]
-        a = start("a", *SCRIPT, "train", str(seed), str(1000 + 2 * seed), *numbers)
-        b = start("b", *SCRIPT, "train", str(seed), str(1001 + 2 * seed), *numbers, a.address())
+        a = start("a", *SCRIPT, "train", way, str(seed), str(1000 + 2 * seed), *numbers)
+        b = start("b", *SCRIPT, "train", way, str(seed), str(1001 + 2 * seed), *numbers, a.address())
         for each in (a, b):
             each.wait(RUN_SECONDS)
         return a.reports()
@@ -237,27 +237,26 @@ def as_task(seed: int, rounds: int, steps: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in journal.read_text().splitlines()]
 
 
-def held_out(numbers: Sequence[int], rounds: int, steps: int) -> bool:
+def measured(name: str, reports: Sequence[dict[str, Any]]) -> float:
+    """The last held-out loss, which is printed."""
+    loss, tokens = float(reports[-1]["held_out_loss"]), sum(each["tokens"] for each in reports)
+    print(f"{name}: held out {loss:.4f}, {tokens} tokens, in the mean {[len(each['peers']) for each in reports]}")
+    return loss
+
+
+def held_out(numbers: Sequence[int], rounds: int, steps: int, ways: Sequence[str]) -> bool:
     print(f"two peers, w64, {rounds} rounds of {steps} steps, a constant rate, {load()}")
-    differences = []
+    differences: dict[str, list[float]] = {way: [] for way in ways}
     for seed in numbers:
-        losses = []
-        for name, run in (("scripts", as_scripts), ("task", as_task)):
-            began = time.monotonic()
-            reports = run(seed, rounds, steps)
-            tokens = sum(each["tokens"] for each in reports)
-            peers = [len(each["peers"]) for each in reports]
-            losses.append(float(reports[-1]["held_out_loss"]))
-            print(
-                f"seed {seed}, {name}: held out {losses[-1]:.4f}, {tokens} tokens, "
-                f"in the mean {peers}, {time.monotonic() - began:.0f} s",
-                flush=True,
-            )
-        differences.append(losses[0] / losses[1] - 1)
-        print(f"seed {seed}: scripts over task {differences[-1]:+.2%}", flush=True)
-    print(f"mean {mean(differences):+.2%}; {load()}")
-    held = abs(mean(differences)) <= LARGEST_DIFFERENCE
-    print(f"bound {LARGEST_DIFFERENCE:.0%}: {'held' if held else 'BROKEN'}")
+        task = measured(f"seed {seed}, task", as_task(seed, rounds, steps))
+        for way in ways:
+            loss = measured(f"seed {seed}, {way}", as_scripts(way, seed, rounds, steps))
+            differences[way].append(loss / task - 1)
+            print(f"seed {seed}, {way} over task: {loss / task - 1:+.2%}", flush=True)
+    for way, each in differences.items():
+        print(f"{way}: mean {mean(each):+.2%}")
+    held = all(abs(mean(each)) <= LARGEST_DIFFERENCE for each in differences.values())
+    print(f"bound {LARGEST_DIFFERENCE:.0%}: {'held' if held else 'BROKEN'}; {load()}")
     return held
 
 
@@ -335,6 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     case.add_argument("--pairs", type=at_least_one, default=6)
     case = cases.add_parser("held-out")
     case.add_argument("--seeds", type=seeds, default=range(3))
+    case.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     case.add_argument("--rounds", type=at_least_one, default=8)
     case.add_argument("--steps", type=at_least_one, default=50, help="of a round")
     case = cases.add_parser("hivemind")
@@ -344,7 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.case == "cost":
         return 0 if cost(options.model, options.steps, options.pairs) else 1
     if options.case == "held-out":
-        return 0 if held_out(options.seeds, options.rounds, options.steps) else 1
+        return 0 if held_out(options.seeds, options.rounds, options.steps, options.ways) else 1
     return 0 if hivemind(options.repeats, options.loss) else 1
 
 

@@ -3,20 +3,23 @@
 python -m benchmarks.own_loop_script bare MODEL           # `turns` without a swarm
 python -m benchmarks.own_loop_script swarm MODEL STEPS    # the same in a swarm of two, in rounds of STEPS
 python -m benchmarks.own_loop_script partner MODEL STEPS ADDRESS    # the other peer, which only waits
-python -m benchmarks.own_loop_script train SEED STREAM ROUNDS STEPS [ADDRESS]     # of two peers
+python -m benchmarks.own_loop_script train WAY SEED STREAM ROUNDS STEPS [ADDRESS]     # of two peers
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
 
 from node.library import Swarm
 from node.tasks.base import Batch, Task, TaskContext
@@ -138,39 +141,127 @@ def partner(name: str, steps: int, address: str) -> None:
                 break
 
 
-def train(seed: int, stream: int, rounds: int, steps: int, address: str = "") -> None:
-    """One of two peers that train the model of `task`, to the end of the run."""
-    trained = GptTask(preset("w64"), load(), seed=seed)
-    module, optimizer = trained.module, optimizer_of(trained.module)
-    if address:
-        swarm = Swarm.join(module, optimizer, bootstrap=address, evaluate=trained.evaluate)
-    else:
-        swarm = Swarm.start(
-            module,
-            optimizer,
-            inner_steps=steps,
-            rounds=rounds,
-            settings={"seed": seed, "recipe": RECIPE},
-            options=["--wait-for", "2"],
-            evaluate=trained.evaluate,
-        )
-    with swarm:
-        for position in range(10 * rounds * steps):
-            inputs, targets = trained.batch(stream, position)
-            loss = trained.loss(inputs, targets)
+class _Labelled(nn.Module):
+    """A language model that returns its loss, as the Trainer's models do."""
+
+    def __init__(self, task: GptTask) -> None:
+        super().__init__()
+        self.model, self._loss = task.module, task.loss
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self._loss(input_ids, labels)}
+
+
+class _Batches(IterableDataset[dict[str, torch.Tensor]]):
+    def __init__(self, task: GptTask, stream: int, steps: int) -> None:
+        self._task, self._stream, self._steps = task, stream, steps
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for position in range(self._steps):
+            inputs, targets = self._task.batch(self._stream, position)
+            yield {"input_ids": inputs, "labels": targets}
+
+
+def _plain(task: GptTask, batches: _Batches, enter: str, arguments: dict[str, Any]) -> None:
+    optimizer = optimizer_of(task.module)
+    with getattr(Swarm, enter)(task.module, optimizer, **arguments) as swarm:
+        for batch in batches:
+            loss = task.loss(*batch.values())
             loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(task.module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if swarm.step(tokens=targets.numel(), loss=loss.item()).over:
+            if swarm.step(tokens=batch["labels"].numel(), loss=loss.item()).over:
                 break
+
+
+def _accelerate(task: GptTask, batches: _Batches, enter: str, arguments: dict[str, Any]) -> None:
+    from accelerate import Accelerator
+
+    from node.library.accelerate import AcceleratedSwarm
+
+    accelerator = Accelerator(cpu=True)
+    module, optimizer = accelerator.prepare(task.module, optimizer_of(task.module))
+    with getattr(AcceleratedSwarm, enter)(accelerator, module, optimizer, **arguments) as swarm:
+        for batch in batches:
+            loss = task.loss(*batch.values())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if swarm.step(tokens=batch["labels"].numel(), loss=loss).over:
+                break
+
+
+def _transformers(task: GptTask, batches: _Batches, enter: str, arguments: dict[str, Any]) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from node.library.transformers import SwarmCallback
+
+    callback = SwarmCallback.start(**arguments) if enter == "start" else SwarmCallback(**arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            _Labelled(task),
+            TrainingArguments(
+                folder,
+                per_device_train_batch_size=1,  # the batches of the task
+                max_steps=10**6,
+                lr_scheduler_type="constant",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            train_dataset=batches,
+            data_collator=lambda rows: rows[0],
+            optimizers=(optimizer_of(task.module), None),
+            callbacks=[callback],
+        ).train()
+
+
+def _lightning(task: GptTask, batches: _Batches, enter: str, arguments: dict[str, Any]) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from node.library.lightning import LightningSwarm
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = task.module
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            return task.loss(*batch.values())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.model)
+
+    callback = LightningSwarm.start(**arguments) if enter == "start" else LightningSwarm(**arguments)
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(max_epochs=1, gradient_clip_val=1.0, accelerator="cpu", callbacks=[callback], **off)
+    trainer.fit(Module(), DataLoader(batches, batch_size=None))
+
+
+WAYS = {"plain": _plain, "transformers": _transformers, "accelerate": _accelerate, "lightning": _lightning}
+
+
+def train(way: str, seed: int, stream: int, rounds: int, steps: int, address: str = "") -> None:
+    """One of two peers that train the model of `task`, to the end of the run."""
+    trained = GptTask(preset("w64"), load(), seed=seed)
+    arguments: dict[str, Any] = {"evaluate": trained.evaluate}
+    if address:
+        arguments["bootstrap"] = address
+    else:
+        arguments |= {"inner_steps": steps, "rounds": rounds, "options": ["--wait-for", "2"]}
+        arguments["settings"] = {"seed": seed, "recipe": RECIPE}
+    batches = _Batches(trained, stream, 10 * rounds * steps)
+    WAYS[way](trained, batches, "join" if address else "start", arguments)
 
 
 def main(role: str, *given: str) -> None:
     torch.set_num_threads(1)
     if role == "train":
-        seed, stream, rounds, steps = map(int, given[:4])
-        train(seed, stream, rounds, steps, *given[4:])
+        seed, stream, rounds, steps = map(int, given[1:5])
+        train(given[0], seed, stream, rounds, steps, *given[5:])
     elif role == "partner":
         partner(given[0], int(given[1]), given[2])
     else:
