@@ -48,11 +48,11 @@ def service_commands() -> None:
     """Start a peer with this machine: a unit of systemd for this user, or a job of launchd."""
 
 
-@service_app.command()
+@service_app.command(context_settings={"ignore_unknown_options": True})  # which are of join, also without `--`
 def install(
     ctx: typer.Context,
     join_options: Annotated[
-        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of join, after two hyphens.")
+        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of join, all but --state-dir.")
     ] = None,
     state_dir: Annotated[
         Path | None,

@@ -119,6 +119,10 @@ def test_wheel_trains_beside_foreign_packages_and_leaves_only_its_state(wheel: P
     (installed.work / "run.toml").write_text(RUN)
     assert installed.run("starling", "--version") == f"starling {wheel.name.split('-')[1].replace('_', '.')}\n"
 
+    foreign_first = "import sys, types; sys.modules['node'] = types.ModuleType('node'); import starling_node"
+    clash = installed.start("python", "-c", foreign_first).communicate(timeout=SECONDS)[0]
+    assert "another module `node` is imported already" in clash
+
     local = ("--listen", "/ip4/127.0.0.1/tcp/0", "--no-nat")
     founder = installed.start("starling", "join", "--task", "paced", "--rounds", "4", "--wait-for", "2", *local)
     assert founder.stdout

@@ -68,7 +68,8 @@ def test_service_is_written_shown_and_removed(home: Path, capsys: pytest.Capture
     text = file.read_text()
     assert text in capsys.readouterr().out
     assert f"join --state-dir {home}/state/starling/peer-1 --page --hours sat-sun\n" in text
-    assert main(["service", "install"]) == 2 and file.read_text() == text
+    assert main(["service", "install", "--hours", "sat-sun"]) == 2 and file.read_text() == text
+    assert main(["service", "install", "--page", "--hours", "sat-sun"]) == 0
     assert main(["service", "remove"]) == 0 and not file.exists()
     assert main(["service", "show"]) == 1
 
@@ -78,7 +79,7 @@ def test_service_is_written_shown_and_removed(home: Path, capsys: pytest.Capture
     [
         (["--", "--bootstrap", "@file"], "--bootstrap has no place in a service"),
         (["--", "--hours", "someday"], "someday"),
-        (["--", "--peage"], "--page"),
+        (["--peage"], "--page"),
         (["--state-dir", "elsewhere"], "join once by hand first"),
     ],
 )
