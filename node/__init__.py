@@ -8,5 +8,6 @@
 5. Averager: `protocols/butterfly/averager.py`, or another that `protocols/registry.py` names. `enter` opens a session
    of one round (`protocols/butterfly/round.py`); its `average` returns the mean.
 
-Beside them: `joining/` finds the run, `membership/` the live peers, `training/` runs the worker, `storage/` the disk.
+Beside them: `joining/` finds the run, `membership/` the live peers, `training/` runs the worker, `storage/` the disk,
+`doctor/` says what is wrong.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from node.cli import options
 from node.cli.remote import ASK_SECONDS, PeerUnreachable, only_running, require_address
 from node.config.peer_config import PeerConfig
 from node.config.peer_sources import apply_saved, load_peer
-from node.reporting.status import to_json
+from node.reporting.status import printable, to_json
 from node.runtime.locks import LocksUnsupported
 from node.ui.control import ControlUnavailable, ask, claimed, home
 
@@ -112,37 +112,36 @@ async def _directory() -> Path:
 
 
 async def _ask_peer(directory: Path, given: str, tell: Callable[[Finding], None]) -> bool:
-    """Have the peer that runs there examine itself; False if none answers."""
+    """Have the peer that runs there examine itself, and tell its findings as they come; False if no peer answers."""
+    from node.doctor.findings import MAX_FINDINGS, parse_finding
+
     loop = asyncio.get_running_loop()
     try:
         answer = await ask(directory, "doctor", loop.time() + ASK_SECONDS, number=None, address=given)
     except (ControlUnavailable, OSError):
         return False
-    try:
-        await _follow(directory, answer, tell)
-    except (ControlUnavailable, OSError) as error:
-        raise PeerUnreachable(str(error)) from None
-    except ValueError as error:
-        raise PeerUnreachable(f"the peer's answer cannot be read ({error}): does it run another version?") from None
-    return True
-
-
-async def _follow(directory: Path, answer: Mapping[str, Any], tell: Callable[[Finding], None]) -> None:
-    """Tell the findings of an examination as they come, until it is over."""
-    from node.doctor.findings import MAX_FINDINGS, parse_finding
-
-    loop = asyncio.get_running_loop()
     told, until = 0, loop.time() + ASKED_SECONDS
     while True:
         if answer.get("ok") is not True:
-            raise PeerUnreachable(str(answer.get("line", "the peer does not examine itself")))
-        for each in list(answer.get("findings", ()))[told:MAX_FINDINGS]:
-            tell(parse_finding(each))
-            told += 1
+            raise PeerUnreachable(printable(str(answer.get("line", "the peer does not examine itself"))))
+        try:
+            findings = [parse_finding(each) for each in list(answer.get("findings", ()))[told:MAX_FINDINGS]]
+        except (ValueError, TypeError) as error:
+            raise PeerUnreachable(f"the peer's answer cannot be read ({error}): does it run another version?") from None
+        for each in findings:
+            tell(each)
+        told += len(findings)
         if answer.get("over") is True:
-            return
+            return True
         if loop.time() > until:
             raise PeerUnreachable(f"the peer in {directory} does not end its examination: is it stopped?")
         await asyncio.sleep(POLL_SECONDS)
-        number = answer.get("number")
-        answer = await ask(directory, "doctor", loop.time() + ASK_SECONDS, number=number, address="")
+        answer = await _poll(directory, answer.get("number"))
+
+
+async def _poll(directory: Path, number: object) -> dict[str, Any]:
+    deadline = asyncio.get_running_loop().time() + ASK_SECONDS
+    try:
+        return await ask(directory, "doctor", deadline, number=number, address="")
+    except (ControlUnavailable, OSError) as error:
+        raise PeerUnreachable(str(error)) from None

@@ -136,6 +136,7 @@ class Hardware:
     page_port: int | None = None  # None: no page is wanted
     is_page_port_taken: bool = False
     own_loop: bool = False
+    in_use: str | None = None  # on what a running peer trains, in words; empty: not known yet; None: no peer runs
 
     @property
     def device(self) -> str:
@@ -145,24 +146,13 @@ class Hardware:
 
 
 def check_hardware(facts: Hardware) -> list[Finding]:
-    names = facts.device.split(",")
-    numbers = [int(name.partition(":")[2] or 0) for name in names if name.startswith("cuda")]
-    text = f"trains on {_devices(facts, numbers)}, {facts.cores} core{'s' * (facts.cores > 1)}"
+    text = f"trains on {_devices(facts)}, {facts.cores} core{'s' * (facts.cores > 1)}"
     text += f"; open files {facts.open_files:,}"
     text += f"; page on port {facts.page_port}" if facts.page_port else ""
 
     def faults() -> Iterator[Fault]:
-        if facts.problem:
-            yield Level.FAIL, f"PyTorch does not load: {facts.problem}", "install Starling again: docs/devices.md"
-        elif numbers and max(numbers) >= len(facts.gpus):
-            count = f"{len(facts.gpus)} GPUs" if facts.gpus else "no GPU"
-            what = f"{facts.device} is wanted, and PyTorch {facts.torch} can use {count}"
-            yield Level.FAIL, what, "see docs/devices.md for the driver and the build, or give --device cpu"
-        elif "mps" in names and not facts.has_mps:
-            yield Level.FAIL, f"mps is wanted, and PyTorch {facts.torch} cannot use it here", "give --device cpu"
-        elif facts.device == "cpu" == names[0] and facts.wanted == "auto" and facts.has_nvidia_driver:
-            what = f"an NVIDIA driver is installed, and PyTorch {facts.torch} can use no GPU: it would train on the CPU"
-            yield Level.WARN, what, "install a build of PyTorch for CUDA: docs/devices.md; or give --device cpu"
+        if not facts.own_loop:
+            yield from _device_faults(facts)
         if facts.open_files < LEAST_OPEN_FILES:
             yield Level.WARN, f"a process may open only {facts.open_files} files", "ulimit -n 4096, before the start"
         if facts.is_page_port_taken:
@@ -172,10 +162,33 @@ def check_hardware(facts: Hardware) -> list[Finding]:
     return found("hardware", text, faults())
 
 
-def _devices(facts: Hardware, numbers: Sequence[int]) -> str:
+def _device_faults(facts: Hardware) -> Iterator[Fault]:
+    """At most one. What a running peer trains on works."""
+    numbers, is_running = _gpu_numbers(facts), facts.in_use is not None
+    trains_on = facts.in_use if is_running else facts.device
+    if facts.problem:
+        yield Level.FAIL, f"PyTorch does not load: {facts.problem}", "install Starling again: docs/devices.md"
+    elif numbers and max(numbers) >= len(facts.gpus) and not is_running:
+        count = f"{len(facts.gpus)} GPUs" if facts.gpus else "no GPU"
+        what = f"{facts.device} is wanted, and PyTorch {facts.torch} can use {count}"
+        yield Level.FAIL, what, "see docs/devices.md for the driver and the build, or give --device cpu"
+    elif facts.device == "mps" and not facts.has_mps and not is_running:
+        yield Level.FAIL, f"mps is wanted, and PyTorch {facts.torch} cannot use it here", "give --device cpu"
+    elif trains_on == "cpu" and facts.wanted == "auto" and facts.has_nvidia_driver:
+        what = f"an NVIDIA driver is installed, and PyTorch {facts.torch} uses no GPU: it trains on the CPU"
+        yield Level.WARN, what, "install a build of PyTorch for CUDA: docs/devices.md; or give --device cpu"
+
+
+def _gpu_numbers(facts: Hardware) -> list[int]:
+    return [int(name.partition(":")[2] or 0) for name in facts.device.split(",") if name.startswith("cuda")]
+
+
+def _devices(facts: Hardware) -> str:
     if facts.own_loop:
         return "the device of your script"
-    names = [facts.gpus[number] for number in numbers if number < len(facts.gpus)]
+    if facts.in_use is not None:
+        return facts.in_use or "a device that is not known yet"
+    names = [facts.gpus[number] for number in _gpu_numbers(facts) if number < len(facts.gpus)]
     about = ", ".join(f"{name}, {size(memory)}" for name, memory in names)
     return f"{facts.device} ({about})" if about else facts.device
 

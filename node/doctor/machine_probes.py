@@ -153,7 +153,9 @@ def _parsed(lines: Iterable[str]) -> TorchDevices | None:
     return None
 
 
-def hardware(config: PeerConfig, directory: Path, devices: TorchDevices, is_running: bool) -> Hardware:
+def hardware(config: PeerConfig, directory: Path, devices: TorchDevices, in_use: str | None) -> Hardware:
+    """`in_use` is what a running peer trains on; None: no peer runs."""
+    is_running = in_use is not None
     port = (last_port(directory) if is_running else None) or config.page_port
     return Hardware(
         wanted=",".join(config.devices) or config.device,
@@ -167,6 +169,7 @@ def hardware(config: PeerConfig, directory: Path, devices: TorchDevices, is_runn
         page_port=port if config.page else None,
         is_page_port_taken=config.page and not is_running and _is_taken(port),
         own_loop=config.own_loop,
+        in_use=in_use,
     )
 
 

@@ -23,7 +23,17 @@ from node.doctor.machine import (
     check_programs,
     check_storage,
 )
-from node.doctor.machine_probes import at_boot, hardware, holder, pauses, programs, storage, system_clock, torch_devices
+from node.doctor.machine_probes import (
+    TorchDevices,
+    at_boot,
+    hardware,
+    holder,
+    pauses,
+    programs,
+    storage,
+    system_clock,
+    torch_devices,
+)
 from node.doctor.network import Listening, check_listening
 from node.doctor.run import check_run, saved_run
 from node.membership.peer_record import PeerRecord
@@ -50,6 +60,7 @@ class Examination:
 
     network: NetworkExamination | None = None
     port_problem = ""  # why p2pd does not listen
+    in_use: str | None = None  # what a running peer trains on
     sealed = b""  # the manifest of the run that the directory holds
 
     def __init__(self, config: PeerConfig, directory: Path, *, is_running: bool = False, is_held: bool = False) -> None:
@@ -61,7 +72,7 @@ class Examination:
         """Tell each finding at once. Returns whether all checks have ended in time."""
         deadline = loop_time() + SECONDS
         async with AsyncExitStack() as self._stack:
-            self._torch = asyncio.ensure_future(torch_devices())  # it takes the longest
+            self._torch = asyncio.ensure_future(self._torch_devices())  # it takes the longest
             self._stack.push_async_callback(_ended, self._torch)
             return await examine(self._steps(), tell, deadline)
 
@@ -99,8 +110,11 @@ class Examination:
 
     async def _hardware(self) -> list[Finding]:
         devices = await asyncio.shield(self._torch)
-        facts = await asyncio.to_thread(hardware, self._config, self._directory, devices, self._is_running)
+        facts = await asyncio.to_thread(hardware, self._config, self._directory, devices, self.in_use)
         return check_hardware(facts)
+
+    async def _torch_devices(self) -> TorchDevices:
+        return await torch_devices()
 
     async def _pauses(self) -> list[Finding]:
         clock, boots = await asyncio.to_thread(lambda: (system_clock(), at_boot(self._directory)))
@@ -176,15 +190,21 @@ class ExaminationBeside(Examination):
         state: StateDir,
         transport: LibP2PTransport,
         contacts: Iterable[PeerRecord],
+        device: str,
         given: str,
     ) -> None:
+        """`device` is what its worker trains on, in words; empty if it has none yet."""
         super().__init__(config, state.path, is_running=True)
+        self.in_use = device
         self._state, self._transport, self._given = state, transport, given
         self._live = [
             LivePeer(each.peer, printable(each.hello.nickname) if each.hello else "", each.offset_seconds)
             for each in contacts
             if each.live
         ]
+
+    async def _torch_devices(self) -> TorchDevices:
+        return TorchDevices()  # a process that opens the GPU would take memory that training needs
 
     async def _start(self) -> str:
         self.sealed = await asyncio.to_thread(self._state.manifest)

@@ -112,7 +112,8 @@ class PeerProcesses:
     def _examination(self, given: str) -> ExaminationBeside:
         if self.tracker.transport is None:
             raise ValueError("the peer is starting: ask again in a few seconds")
-        return ExaminationBeside(self.config, self.state, self.transport, self.tracker.contacts(), given)
+        device = self.tracker.status().device
+        return ExaminationBeside(self.config, self.state, self.transport, self.tracker.contacts(), device, given)
 
     def _page(self, command: Command) -> PageServer:
         config = self.config

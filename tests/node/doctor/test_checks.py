@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
     "no GPU": (_with("hardware", wanted="cuda", gpus=()), FAIL, "cuda is wanted, and", "--device cpu"),
     "too few GPUs": (_with("hardware", wanted="cuda:0,cuda:1"), FAIL, "cuda:0,cuda:1 is wanted", "--device cpu"),
     "no mps": (_with("hardware", wanted="mps"), FAIL, "mps is wanted", "--device cpu"),
-    "CPU build": (_with("hardware", gpus=()), WARN, "NVIDIA driver is installed", "a build of PyTorch for CUDA"),
+    "CPU in use": (_with("hardware", in_use="cpu"), WARN, "an NVIDIA driver is installed", "for CUDA"),
     "few files": (_with("hardware", open_files=256), WARN, "only 256 files", "ulimit -n"),
     "page port": (_with("hardware", is_page_port_taken=True), WARN, "port 7717 is taken", "--page-port"),
     "clock": (_with("clock", is_set_by_network=False), WARN, "not set by the network", "timedatectl set-ntp true"),
@@ -269,6 +269,16 @@ def test_lines_of_a_peer_that_is_well() -> None:
     warned = examined(clock=replace(clock, is_set_by_network=False))
     assert conclusion(warned) == "You can train. warn: clock."
     assert conclusion([*warned, *check_identity(key)]) == "This peer would not work. FAIL: identity."
+
+
+def test_hardware_of_a_running_peer_is_what_it_trains_on() -> None:
+    """A GPU that it uses is not opened to ask."""
+    for wanted in ("auto", "cuda", "cuda:0,cuda:1", "mps"):
+        (line,) = check_hardware(replace(WELL["hardware"], wanted=wanted, gpus=(), in_use="2 × NVIDIA H100"))
+        assert line.level is Level.OK and line.text.startswith("trains on 2 × NVIDIA H100, 8 cores")
+    (line,) = check_hardware(replace(WELL["hardware"], gpus=()))
+    assert line.level is Level.WARN and "it trains on the CPU" in line.text
+    assert check_hardware(replace(WELL["hardware"], gpus=(), own_loop=True))[0].level is Level.OK
 
 
 def test_refused_dial_shows_that_tcp_works_beside_a_proxy() -> None:

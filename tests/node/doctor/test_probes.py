@@ -114,9 +114,9 @@ async def test_devices_and_ports_of_this_machine(tmp_path: Path) -> None:
     (taken,) = listen(["127.0.0.1"], 0, 1)
     with taken:
         config = load_peer({"page": True, "page_port": taken.getsockname()[1]}, {}, None)
-        facts = hardware(config, tmp_path, devices, False)
+        facts = hardware(config, tmp_path, devices, None)
     assert facts.is_page_port_taken and facts.cores >= 1 and facts.open_files > 0
-    assert not hardware(config, tmp_path, devices, False).is_page_port_taken
+    assert not hardware(config, tmp_path, devices, None).is_page_port_taken
     assert system_clock().is_set_by_network in (True, False, None)
 
 
