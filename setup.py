@@ -24,9 +24,8 @@ CHECKOUT = "+checkout"
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    command = ["git", "-C", str(HERE), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=30).stdout.strip()
 
 
 def version() -> str:
@@ -35,8 +34,12 @@ def version() -> str:
     plain = found[1].removesuffix(CHECKOUT)
     if IS_EDITABLE or plain == found[1] or not (HERE / ".git").exists():
         return found[1]
-    commit = git("describe", "--always", "--abbrev=10", "--dirty", "--exclude=*")
-    released = f"v{plain}" in git("tag", "--points-at", "HEAD").split() and "-" not in commit
+    try:
+        commit = git("describe", "--always", "--abbrev=10", "--dirty", "--exclude=*")
+        released = f"v{plain}" in git("tag", "--points-at", "HEAD").split() and "-" not in commit
+    except (OSError, subprocess.SubprocessError) as error:  # no git, or a checkout of another user
+        print(f"the version stays {found[1]}: {error}", file=sys.stderr)
+        return found[1]
     return plain if released else f"{plain}+g{commit.replace('-', '.')}"
 
 

@@ -52,7 +52,13 @@ def install(extra: str) -> str:
     """
     if not IS_INSTALLED:
         return f"run `make install` in Starling's checkout, or there pip install -e '.[{extra}]'"
-    wanted = f"'{NAME}-node[{extra}]'"
+    return install_package(f"'{NAME}-node[{extra}]'")
+
+
+def install_package(wanted: str) -> str:
+    """The command that installs a package into this program's environment."""
+    if not IS_INSTALLED:
+        return f"pip install {wanted}"
     return {
         "pipx": f"pipx runpip {NAME}-node install {wanted}",
         "uv": f"uv pip install --python {quote(sys.executable)} {wanted}",

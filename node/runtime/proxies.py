@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
+from node.runtime.program import install_package
+
 _NAMES = ("HTTPS_PROXY", "ALL_PROXY", "HTTP_PROXY")
 
 
@@ -30,5 +32,6 @@ def download_remedy() -> str:
     named = _proxies()
     socks = [name for name, value in named.items() if value.strip().lower().startswith("socks")]
     if socks and find_spec("socksio") is None:
-        return f"; {socks[0]} names a SOCKS proxy, for which the package socksio is missing: pip install socksio"
+        cure = install_package("socksio")
+        return f"; {socks[0]} names a SOCKS proxy, for which the package socksio is missing: {cure}"
     return f"; {' and '.join(named)} {'is' if len(named) == 1 else 'are'} set: does the proxy work?" if named else ""
