@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from node.library import Swarm
+from starling_node import Swarm
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
