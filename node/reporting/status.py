@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin,
 from node.network.address_scope import Scope, scope
 from node.reporting.report import RoundReport
 from node.runtime.program import typed
-from node.tasks.name import HUGGING_FACE, is_own
+from node.tasks.name import HUGGING_FACE, LOOP, is_own
 from protocols.base import SyncStatus
 
 MAX_WORD = 512  # Most characters of a text that are shown; the rest is cut off
@@ -205,6 +205,8 @@ def join_command(status: Status) -> tuple[str, Scope] | None:
         command += f" --run-id {status.run_id}"
     if is_own(status.task):  # checked, because the name may be a stranger's, and users paste this line into a shell
         command += f" --task {status.task}"
+    if status.task == LOOP:
+        command += " --own-loop"
     if status.task == HUGGING_FACE:
         command += f" --task {status.task} --model MODEL --data FILE"
     return command, scope(best)

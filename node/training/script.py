@@ -412,6 +412,9 @@ class ScriptTrainer(RemoteTrainer):
 
     async def load(self, path: Path | None, position: int, threads: int = 0) -> None: ...
 
+    async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
+        raise WorkerError("a training loop of one's own writes none")
+
     async def held_out(self) -> bytes:
         return b""
 

@@ -139,9 +139,10 @@ def test_strangers_do_not_learn_of_a_pause() -> None:
     assert (shown.state, shown.reason) == ("waiting", "")
 
 
-def test_join_command_names_own_task() -> None:
-    command = join_command(replace(STATUS, task="mine.tasks:make"))
-    assert command and command[0].endswith(" --task mine.tasks:make")
+def test_join_command_names_own_task_and_own_loop() -> None:
+    for task, end in (("mine.tasks:make", " --task mine.tasks:make"), ("loop", " --own-loop")):
+        command = join_command(replace(STATUS, task=task))
+        assert command and command[0].endswith(end)
     for hostile in ("gpt", "a:b; rm -rf ~", "a:b\n", "$(a):b"):
         command = join_command(replace(STATUS, task=hostile))
         assert command and "--task" not in command[0]
