@@ -154,7 +154,7 @@ $(VENV)/peers: $(STAMP)
 # The wheel and the source archive of this commit; the wheel is built from the archive, without a network (docs/release.md).
 DIST := dist
 dist: install
-	rm -rf $(DIST)
+	rm -f $(DIST)/starling_node-*
 	@$(MAKE) --no-print-directory dist-files
 
 .PHONY: dist-files

@@ -228,6 +228,11 @@ def test_no_text_installs_by_a_strangers_name() -> None:
     assert not INSTALLS_A_STRANGER.search("make install, or pip install -e '.[hf]' in the checkout of starling/\n")
 
 
+def test_only_one_module_words_how_commands_are_typed() -> None:
+    found = {file for file, source in SOURCES.items() if re.search(r"python -m node\b(?!\.)", source)}
+    assert found == {"node/__main__.py", "node/runtime/program.py"}
+
+
 @pytest.mark.parametrize(
     "file, source",
     [
