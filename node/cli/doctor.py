@@ -98,8 +98,12 @@ def _examine_here(
 ) -> None:
     import uvloop
 
-    from node.session.examination import ExaminationAlone
+    from node.doctor.findings import Finding, Level
 
+    try:
+        from node.session.examination import ExaminationAlone
+    except (ImportError, OSError) as error:  # PyTorch, hivemind or a library that they load
+        return tell(Finding("programs", Level.FAIL, f"a part of Starling does not load: {error}", "install it again"))
     # As `asyncio.run`, which would wait at its end for a thread that a dead disk holds. The process ends without it.
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     if runner.run(ExaminationAlone(config, directory, given, is_held).run(tell)):

@@ -28,7 +28,7 @@ class Programs:
     python: str
     torch: str
     hivemind: str
-    p2pd_seconds: float = math.nan  # nan: it was not started, because a peer runs
+    p2pd_seconds: float = math.nan  # nan: it was not started, because the peer's own runs
     p2pd_problem: str = ""
 
 
@@ -129,7 +129,7 @@ class Hardware:
     torch: str
     gpus: tuple[tuple[str, float], ...] = ()  # name and bytes of memory of those that PyTorch can use
     has_mps: bool = False
-    problem: str = ""  # why PyTorch does not load
+    problem: str = ""  # why PyTorch cannot open the GPUs
     has_nvidia_driver: bool = False
     cores: int = 1
     open_files: int = 1 << 20
@@ -166,8 +166,8 @@ def _device_faults(facts: Hardware) -> Iterator[Fault]:
     """At most one. What a running peer trains on works."""
     numbers, is_running = _gpu_numbers(facts), facts.in_use is not None
     trains_on = facts.in_use if is_running else facts.device
-    if facts.problem:
-        yield Level.FAIL, f"PyTorch does not load: {facts.problem}", "install Starling again: docs/devices.md"
+    if facts.problem and facts.wanted != "cpu":
+        yield Level.FAIL, f"the GPUs cannot be used: {facts.problem}", "see docs/devices.md, or give --device cpu"
     elif numbers and max(numbers) >= len(facts.gpus) and not is_running:
         count = f"{len(facts.gpus)} GPUs" if facts.gpus else "no GPU"
         what = f"{facts.device} is wanted, and PyTorch {facts.torch} can use {count}"

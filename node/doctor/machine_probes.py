@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import os
 import platform
 import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -25,7 +23,6 @@ from node.machine.probes import Desktop, MachineProbes
 from node.machine.service import service
 from node.page.keys import last_port
 from node.runtime.cgroup import usable_cores
-from node.runtime.child_process import ChildProcess
 from node.runtime.identity import IdentityError, load
 from node.runtime.listening import listen
 from node.runtime.locks import LocksUnsupported, hold
@@ -132,25 +129,17 @@ class TorchDevices:
     problem: str = ""
 
 
-async def torch_devices() -> TorchDevices:
-    """Ask a process of its own. It takes seconds: begin early."""
-    lines: list[str] = []
-    take = lambda line: lines.append(line) if line and len(lines) < 100 else None  # noqa: E731
-    child = await ChildProcess.start("torch", (sys.executable, "-P", "-m", "node.doctor.torch_probe"), take)
+def torch_devices() -> TorchDevices:
+    """Opens the GPUs, which takes seconds, and memory of theirs for as long as this process lives."""
+    import torch
+
     try:
-        how = await child.ended()
-    finally:
-        await child.kill()
-    return _parsed(lines) or TorchDevices(problem=how)
-
-
-def _parsed(lines: Iterable[str]) -> TorchDevices | None:
-    """The answer among lines of output, to which libraries may add their own."""
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
-            answer = json.loads(line)
-            return TorchDevices(tuple((str(name), float(size)) for name, size in answer["gpus"]), bool(answer["mps"]))
-    return None
+        gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    except (RuntimeError, AssertionError) as error:  # the driver is too old, or another one than that of the kernel
+        return TorchDevices(problem=str(error).partition("\n")[0])
+    return TorchDevices(
+        tuple((each.name, float(each.total_memory)) for each in gpus), torch.backends.mps.is_available()
+    )
 
 
 def hardware(config: PeerConfig, directory: Path, devices: TorchDevices, in_use: str | None) -> Hardware:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -40,7 +40,7 @@ from node.membership.peer_record import PeerRecord
 from node.network.daemon import DaemonError, PortTaken
 from node.network.libp2p import LibP2PTransport
 from node.reporting.status import printable
-from node.runtime.identity import IdentityError, create, load
+from node.runtime.identity import IdentityError, create
 from node.session.transport import make_transport
 from node.storage.statedir import StateDir
 from protocols.aio import loop_time
@@ -48,7 +48,7 @@ from protocols.aio import loop_time
 SECONDS = 30.0
 CHECK_SECONDS = 3.0
 PROGRAM_SECONDS = 8.0
-TORCH_SECONDS = 12.0  # PyTorch takes seconds to load
+DEVICE_SECONDS = 10.0  # to open GPUs takes seconds
 REACH_SECONDS = 5.0
 DIAL_BACK_SECONDS = 9.0  # a dial takes up to five, and the way to the helper
 
@@ -72,8 +72,6 @@ class Examination:
         """Tell each finding at once. Returns whether all checks have ended in time."""
         deadline = loop_time() + SECONDS
         async with AsyncExitStack() as self._stack:
-            self._torch = asyncio.ensure_future(self._torch_devices())  # it takes the longest
-            self._stack.push_async_callback(_ended, self._torch)
             return await examine(self._steps(), tell, deadline)
 
     def _steps(self) -> Sequence[CheckStep]:
@@ -81,7 +79,7 @@ class Examination:
             CheckStep("programs", PROGRAM_SECONDS, self._programs),
             CheckStep("storage", CHECK_SECONDS, self._storage),
             CheckStep("identity", CHECK_SECONDS, self._identity),
-            CheckStep("hardware", TORCH_SECONDS, self._hardware),
+            CheckStep("hardware", DEVICE_SECONDS, self._hardware),
             CheckStep("clock and pauses", CHECK_SECONDS, self._pauses),
             CheckStep("listen", CHECK_SECONDS, self._listening),
             CheckStep("reach", REACH_SECONDS, self._reach),
@@ -95,7 +93,8 @@ class Examination:
     async def _programs(self) -> list[Finding]:
         began = loop_time()
         problem = await self._start()
-        return check_programs(programs(math.nan if self._is_running else loop_time() - began, problem))
+        seconds = math.nan if self._is_running or self._is_held else loop_time() - began
+        return check_programs(programs(seconds, problem))
 
     async def _start(self) -> str:
         """Make ready what the later checks need. Returns why p2pd does not start; empty if it runs."""
@@ -109,12 +108,12 @@ class Examination:
         return check_identity(facts)
 
     async def _hardware(self) -> list[Finding]:
-        devices = await asyncio.shield(self._torch)
+        devices = await self._devices()
         facts = await asyncio.to_thread(hardware, self._config, self._directory, devices, self.in_use)
         return check_hardware(facts)
 
-    async def _torch_devices(self) -> TorchDevices:
-        return await torch_devices()
+    async def _devices(self) -> TorchDevices:
+        return await asyncio.to_thread(torch_devices)
 
     async def _pauses(self) -> list[Finding]:
         clock, boots = await asyncio.to_thread(lambda: (system_clock(), at_boot(self._directory)))
@@ -127,7 +126,8 @@ class Examination:
         if self.port_problem:
             return check_listening(Listening(problem=self.port_problem))
         if self.network is None:
-            return [Finding("network", Level.UNKNOWN, "the network was not examined, because p2pd does not run")]
+            why = "that process may use its ports" if self._is_held else "p2pd does not run"
+            return [Finding("network", Level.UNKNOWN, f"the network was not examined, because {why}")]
         return await self.network.listening()
 
     async def _reach(self) -> list[Finding]:
@@ -151,7 +151,11 @@ async def _ended(task: asyncio.Future[Any]) -> None:
 
 
 class ExaminationAlone(Examination):
-    """While no peer runs in the directory. p2pd runs meanwhile, with the directory's identity and ports."""
+    """While no peer runs in the directory. p2pd runs meanwhile, at the ports that the peer would have.
+
+    Its identity exists only for this time: members of the run that know the peer would dial it, get no answer to their
+    greeting, and close the connection over which they are asked for help.
+    """
 
     def __init__(self, config: PeerConfig, directory: Path, given: str, is_held: bool) -> None:
         """`given` is the multiaddr of a peer that may help; empty: those that this peer met before."""
@@ -161,6 +165,8 @@ class ExaminationAlone(Examination):
     async def _start(self) -> str:
         state = await asyncio.to_thread(self._state)
         self.sealed = await asyncio.to_thread(state.manifest)
+        if self._is_held:  # by a process that may use the same ports
+            return ""
         known = [self._given] if self._given else []
         try:
             transport = await self._stack.enter_async_context(make_transport(self._config, state, known))
@@ -173,10 +179,7 @@ class ExaminationAlone(Examination):
         return ""
 
     def _state(self) -> StateDir:
-        """The state directory as it is. For an identity that cannot be used, one is made for the time being."""
-        with suppress(IdentityError):
-            if not self._is_held:
-                return StateDir(self._directory, load(self._directory / "identity.key"), 0)
+        """The state directory as it is, but for the identity."""
         temporary = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         return StateDir(self._directory, create(temporary / "identity.key"), 0)
 
@@ -203,7 +206,7 @@ class ExaminationBeside(Examination):
             if each.live
         ]
 
-    async def _torch_devices(self) -> TorchDevices:
+    async def _devices(self) -> TorchDevices:
         return TorchDevices()  # a process that opens the GPU would take memory that training needs
 
     async def _start(self) -> str:

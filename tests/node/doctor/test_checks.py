@@ -117,7 +117,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
     "slow disk": (_with("storage", fsync_seconds=1.2), WARN, "fsync takes 1.2 s", "on a local disk"),
     "open key": (_with("identity", problem="is open to others: chmod"), FAIL, "identity cannot be used", "chmod"),
     "held": (_with("identity", is_running=False, is_held=True), FAIL, "another process uses", "end that process"),
-    "torch fails": (_with("hardware", problem="no libcudart"), FAIL, "does not load: no libcudart", "docs/devices.md"),
+    "driver": (_with("hardware", problem="driver too old"), FAIL, "cannot be used: driver too old", "--device cpu"),
     "no GPU": (_with("hardware", wanted="cuda", gpus=()), FAIL, "cuda is wanted, and", "--device cpu"),
     "too few GPUs": (_with("hardware", wanted="cuda:0,cuda:1"), FAIL, "cuda:0,cuda:1 is wanted", "--device cpu"),
     "no mps": (_with("hardware", wanted="mps"), FAIL, "mps is wanted", "--device cpu"),

@@ -108,8 +108,8 @@ def test_identity_that_others_can_read_is_named(here: StateDir) -> None:
 
 
 @pytest.mark.real
-async def test_devices_and_ports_of_this_machine(tmp_path: Path) -> None:
-    devices = await torch_devices()
+def test_devices_and_ports_of_this_machine(tmp_path: Path) -> None:
+    devices = torch_devices()
     assert not devices.problem
     (taken,) = listen(["127.0.0.1"], 0, 1)
     with taken:
@@ -133,6 +133,17 @@ async def test_taken_port_is_named_and_the_rest_examined(tmp_path: Path) -> None
     assert [each.check for each in failed] == ["listen"] and "is in use by another program" in failed[0].text
     assert {"programs", "storage", "identity", "hardware", "run"} <= {each.check for each in told}
     assert not {"reach", "outside"} & {each.check for each in told}
+
+
+async def test_directory_of_a_silent_process_is_left_to_it(tmp_path: Path) -> None:
+    """Its ports are not tried: they would be taken by that process, which is no fault of its own."""
+    create(tmp_path / "identity.key")
+    told: list[Finding] = []
+    assert await ExaminationAlone(CONFIG, tmp_path, "", True).run(told.append)
+    (failed,) = [each for each in told if each.level is Level.FAIL]
+    assert failed.check == "identity" and "does not answer" in failed.text
+    (unknown,) = [each for each in told if each.level is Level.UNKNOWN]
+    assert unknown.check == "network" and "may use its ports" in unknown.text
 
 
 # -- a running peer ----------------------------------------------------------------------------------------------------
