@@ -84,6 +84,11 @@ def _relay(address: str) -> PeerId:
     return parts["peer"] if fits and scope(address) == Scope.ANYWHERE else ""
 
 
+PRIVATE = ("-forceReachabilityPrivate=1",)
+"""For a p2pd that follows one that had a place at a relay: it asks for one at once, and not after 15 s. It does not
+find out any more that others can dial this peer."""
+
+
 class PlacesAtRelays:
     """Notices that p2pd has lost its places at relays. go-libp2p does not ask a relay again for an hour."""
 

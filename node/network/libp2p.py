@@ -25,7 +25,7 @@ from multiaddr import Multiaddr
 from node.direct.plane import DirectPlane
 from node.direct.routes import Route, host_of, hosts_of, is_relayed
 from node.network.address_scope import in_network
-from node.network.daemon import DaemonError, PortTaken, arguments, with_ports
+from node.network.daemon import PRIVATE, DaemonError, PortTaken, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.dial_errors import (
     BACKOFF,
@@ -313,10 +313,10 @@ class LibP2PTransport:
     def _unserved(self, listen: Sequence[str], link: DaemonConnection) -> tuple[str, ...]:
         return () if self._announce else missing(listen, link.addresses)
 
-    async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
+    async def _launch(self, listen: Sequence[str], more: Sequence[str] = ()) -> DaemonConnection:
         control = self._directory / "control"
         identity, announce = self._identity.path, self._announce
-        command = arguments(control, identity, listen, announce, self._nat, self._relay, self._relays)
+        command = [*arguments(control, identity, listen, announce, self._nat, self._relay, self._relays), *more]
         self._link = await DaemonConnection.start(command, control, self.me, self._incoming, self._relays)
         return self._link
 
@@ -338,20 +338,21 @@ class LibP2PTransport:
             if not link.is_renewed:
                 log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
             await self._close_link()
-            link = await self._relaunch()
+            link = await self._relaunch(PRIVATE if link.is_renewed else ())
             await self._redial(link)
             self.restarts += 1
             self._up.set()
 
-    async def _relaunch(self) -> DaemonConnection:
-        """After a few failures, give up the old port, which may be taken."""
+    async def _relaunch(self, more: Sequence[str]) -> DaemonConnection:
+        """Launch p2pd, with `more` arguments. After a few failures, give up the old port, which may be taken."""
         attempt = 0
         while True:
             await asyncio.sleep(_BACKOFF_SECONDS[min(self._starts_in_a_row, len(_BACKOFF_SECONDS) - 1)])
             self._starts_in_a_row += 1
             attempt += 1
             try:
-                return await self._launch(self.listening if attempt <= _KEPT_PORT_ATTEMPTS else self._wanted_listen)
+                listen = self.listening if attempt <= _KEPT_PORT_ATTEMPTS else self._wanted_listen
+                return await self._launch(listen, more)
             except (DaemonError, *LINK_ERRORS) as error:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 

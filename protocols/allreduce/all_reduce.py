@@ -12,6 +12,8 @@ A part whose reducer is lost may be given to another member. Then the contributo
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -196,6 +198,13 @@ class AllReduce:
                 self._lost.setdefault(peer, "silent: it did not answer in time")
                 raise PeerSilent(peer, "did not answer in time") from None
             yield stream
+
+    def holds_all(self) -> bool:
+        """Whether each part has something of each member that contributes."""
+        weights = self.task.resolved.weights
+        wanted = sum(1 << index for index, weight in enumerate(weights) if weight > 0)
+        masks = (functools.reduce(operator.or_, held.masks, 0) for held in self.parts.values() if held.chunks)
+        return all(mask & wanted == wanted for mask in masks)
 
     def adopt(self, part: int, held: ReducedPart) -> None:
         self.restarted.add(part)

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -119,16 +119,21 @@ class PlanInputs:
     growth: Callable[[int], float] = lambda members: 1.0  # members -> bytes of a mean for each of a contribution
 
 
+def broken(complaints: Iterable[LinkFault], round: int) -> list[set[PeerId]]:
+    """The two ends of each link that is known to be broken in this round."""
+    return [{each.first, each.second} for each in complaints if each.until > round]
+
+
 def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
     """The plan that calls a round with these offers, `elapsed_seconds` after it began.
 
     All train on as long as the slowest member's step takes: none is cut in the middle of a step. A claimed step length
     counts up to the time that the round has lasted, since a longer step contributes nothing.
     """
-    barred = {end for each in inputs.complaints if each.until > inputs.key.round for end in (each.first, each.second)}
+    unable = set().union(*broken(inputs.complaints, inputs.key.round))
     members = tuple(sorted(offers, key=lambda offer: offer.member))
     # A member without work may be in the middle of its first step, so it reduces nothing: no other has to wait for it.
-    able = [offer.tokens > 0 and offer.member.peer not in barred for offer in members]
+    able = [offer.tokens > 0 and offer.member.peer not in unable for offer in members]
     uplinks = bandwidths([offer.bandwidth for offer in members])
     growth = inputs.growth(len(members)) if members else 1.0
     fractions = shares(uplinks, able if any(able) else [True] * len(members), growth)

@@ -6,6 +6,7 @@ only when the time of the data phase is over.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from protocols.aio import loop_time
@@ -49,10 +50,10 @@ class RoundCoordinator:
         while vote.leading == ballot and (resolved := call.resolved):
             now, until = loop_time(), self._until(resolved)
             exchange = attempt.exchange_of(resolved.digest)
-            if exchange and exchange.complete:
+            if exchange and self._is_whole(resolved, exchange):
                 return vote.propose(ballot, self._outcome(resolved, exchange))
-            if now >= until:
-                return vote.propose(ballot, self._skip(resolved))
+            if now >= until or self._is_hopeless(resolved):
+                return vote.propose(ballot, self._skip(resolved, resolved.peers if now >= until else ()))
             if lost := self._lost(resolved, exchange, now):
                 given = dict.fromkeys(lost, self._replacement_reducer(resolved))
                 self._publish(planning.reassign_parts(resolved.plan, given, ballot))
@@ -68,6 +69,7 @@ class RoundCoordinator:
                 or self._vote.leading is None
                 or attempt.exchange is not exchange
                 or _progress(exchange) != known
+                or self._is_hopeless(resolved)
             ),
             until,
         )
@@ -96,6 +98,35 @@ class RoundCoordinator:
             and resolved.reducer(part) != self._me.peer
             and (resolved.reducer(part) not in live or exchange.failed.get(part) == resolved.reducer(part) or overdue)
         ]
+
+    def _apart(self, resolved: ResolvedPlan) -> set[PeerId]:
+        """Members whose links to a reducer are known to be broken, if without them too few are here to vote on a mean:
+        a vote needs its parts.
+        """
+        head, bounds = self._round.head, resolved.plan.bounds
+        reducers = {resolved.reducer(part) for part in range(len(bounds) - 1) if bounds[part] < bounds[part + 1]}
+        links = planning.broken(head.complaints, head.key.round)
+        apart = {peer for link in links for peer in link if link - {peer} <= reducers}
+        return apart if len(self._here() - apart) < self._vote.tally.quorum else set()
+
+    def _here(self) -> set[PeerId]:
+        live = set(self._round.host.members.live())
+        return {member.peer for member in self._round.head.roster if member == self._me or member in live}
+
+    def _is_whole(self, resolved: ResolvedPlan, exchange: AllReduce) -> bool:
+        """Whether the mean is there and can be voted on: links that were broken have carried all contributions."""
+        if not exchange.complete:
+            return False
+        apart = self._apart(resolved)
+        return not apart or (apart <= set(resolved.peers) and exchange.holds_all())
+
+    def _is_hopeless(self, resolved: ResolvedPlan) -> bool:
+        """Whether a SKIP, which needs no parts, is the way to a roster that can decide a mean.
+
+        If all are here and nothing of the roster would change, broken links are tried again.
+        """
+        few = len(self._here()) < self._vote.tally.quorum
+        return bool(self._apart(resolved)) and (few or self._round.roster_changes())
 
     def _overdue(self, resolved: ResolvedPlan, exchange: AllReduce | None) -> Deadline:
         """When a missing part is overdue: long after other parts came in, which should take as long."""
@@ -152,7 +183,7 @@ class RoundCoordinator:
         brought = records.contributions(resolved.peers, results)
         present = {peer for peer, each in brought.items() if each.chunks_counted}
         if not present:
-            return self._skip(resolved)
+            return self._skip(resolved, resolved.peers)
         weights = zip(resolved.peers, resolved.weights, strict=True)
         roster = self._round.next_roster(peer for peer, weight in weights if weight and peer not in present)
         known = {member.peer for member in roster}
@@ -165,9 +196,9 @@ class RoundCoordinator:
             complaints=tuple(each for each in found if {each.first, each.second} <= known),
         )
 
-    def _skip(self, resolved: ResolvedPlan | None) -> Record:
-        peers, digest = (resolved.peers, resolved.digest) if resolved else ((), bytes(32))
-        return records.extend(self._round.head, Kind.SKIP, self._round.next_roster(peers), digest)
+    def _skip(self, resolved: ResolvedPlan | None, doubtful: Sequence[PeerId] = ()) -> Record:
+        digest = resolved.digest if resolved else bytes(32)
+        return records.extend(self._round.head, Kind.SKIP, self._round.next_roster(doubtful), digest)
 
 
 def _progress(exchange: AllReduce | None) -> tuple[int, int]:

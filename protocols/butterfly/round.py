@@ -91,7 +91,7 @@ class Round:
             resting=vote.resting,
             changed=self.changed,
             present=lambda: self._or_all(self._here()),
-            roster_changes=self._roster_changes,
+            roster_changes=self.roster_changes,
         )
         self.cut = self.call.cut
         self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
@@ -462,7 +462,7 @@ class Round:
         limit = min(max_admitted(size), MAX_ROSTER - len(staying))
         return tuple(sorted((*staying, *sorted(asking)[:limit])))
 
-    def _roster_changes(self) -> bool:
+    def roster_changes(self) -> bool:
         """Whether a record would change the roster. While all rest, members with work do not leave before it counts."""
         now, then = set(self.head.roster), set(self.next_roster())
         return now != then and not (then < now and all(self.call.has_work(member.peer) for member in now - then))

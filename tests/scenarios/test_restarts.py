@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
+from protocols.base import Deadline, PeerGone, PeerId
+from protocols.streams.framing import BULK_METHODS
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
+from tests.sim.transport import SimTransport
 from tests.support.long import long
 from tests.support.simulated import simulated
 
@@ -164,3 +168,38 @@ async def test_isolated_survivor_does_not_revert_the_others(swarm: ScenarioRunne
     swarm.heal([alone], others)
     await swarm.until(swarm.whole, 2 * WHOLE_SECONDS, "a whole roster")
     assert theirs in swarm.chain(alone)
+
+
+@pytest.mark.parametrize(
+    ("moment", "away_seconds", "apart_seconds"),
+    ((0.0, 5.0, 0.0), (0.3, 5.0, 10.0), *long((0.6, 5.0, 10.0), (0.9, 2.0, 5.0), (0.0, 0.0, 10.0), (0.3, 12.0, 0.0))),
+)
+@simulated(lambda: ScenarioRunner(ScenarioSetup(3, every_rounds=2)))
+async def test_pair_that_exchanges_no_data_readmits_its_reducer(
+    swarm: ScenarioRunner, moment: float, away_seconds: float, apart_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two peers behind routers, which meet through the third. No round waits for its deadline, and none forks."""
+    opened = SimTransport.open
+
+    def refusing(self: SimTransport, peer: PeerId, method: str, deadline: Deadline) -> Any:
+        if method in BULK_METHODS and "p0" not in (self.me, peer):
+            raise PeerGone(peer, "is reached through a relay only")
+        return opened(self, peer, method, deadline)
+
+    monkeypatch.setattr(SimTransport, "open", refusing)
+    await swarm.rounds(4)
+    await asyncio.sleep(moment)
+    began = swarm.now
+    swarm.kill("p0")
+    swarm.network.block("p1", "p2"), swarm.network.block("p2", "p1")
+    await asyncio.sleep(away_seconds)
+    await swarm.revived("p0")
+    await asyncio.sleep(apart_seconds)
+    swarm.network.heal("p1", "p2"), swarm.network.heal("p2", "p1")
+    await swarm.until(swarm.whole, WHOLE_SECONDS, "a whole roster")
+    since = swarm.now
+    await swarm.rounds(4)
+    assert not swarm.forks("p1")
+    for peer in ("p1", "p2"):
+        assert set(swarm.outcomes(peer, began)) <= {"committed", "skipped"}
+    assert all(len(each["peers"]) == 3 for each in swarm.reports("p1", since)[1:])
