@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import subprocess
-import sys
-import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -15,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import REPOSITORY
+from tests.support.installed import JOINS, SECONDS, Installed, make_wheel
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(240)]
-SECONDS = 100
-JOINS = re.compile(r"starling (join --bootstrap \S+ --run-id \w+)")
 TASK = """
 import torch
 from node.tasks.base import TaskContext
@@ -53,50 +46,9 @@ print("over")
 """
 
 
-class Installed:
-    """An environment for the wheel, which sees the other packages of this one; a home, and a working directory."""
-
-    def __init__(self, place: Path, sockets: str) -> None:
-        self.place, self.home, self.work = place, place / "home", place / "work"
-        self.bin = place / "env" / "bin"
-        self.home.mkdir()
-        self.work.mkdir()
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place / "env")], check=True, timeout=SECONDS)
-        (self.site / "others.pth").write_text(sysconfig.get_path("purelib"))  # of which no .pth file counts then
-        kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-        self.environment = kept | {"HOME": str(self.home), "TMPDIR": sockets, "NODE_THREADS": "1"}
-
-    @property
-    def site(self) -> Path:
-        return next(self.place.glob("env/lib/python3*/site-packages"))
-
-    def files(self) -> set[str]:
-        return {str(each.relative_to(self.place)) for each in (self.place / "env").rglob("*") if each.is_file()}
-
-    def pip(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), *arguments]
-        subprocess.run(command, env=self.environment, check=True, capture_output=True, timeout=SECONDS)
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        command = [str(self.bin / words[0]), *words[1:]]
-        return subprocess.Popen(
-            command, cwd=self.work, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-
-    def run(self, *words: str) -> str:
-        process = self.start(*words)
-        said, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, said
-        return said
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("dist")
-    command = ["make", "dist-files", f"BIN={Path(sys.executable).parent}", f"DIST={place}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    return next(place.glob("*.whl"))
+    return make_wheel(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture
