@@ -25,7 +25,9 @@ from node.doctor.network import (
     check_reach,
     check_versions,
     choose_helpers,
+    ports_to_forward,
     ports_to_probe,
+    tcp_port,
 )
 from node.joining.bootstrap import ask_summary, reach
 from node.network.address_scope import Scope, scope
@@ -126,6 +128,7 @@ class NetworkExamination:
                 reports=self._reports,
                 libp2p=libp2p,
                 data=data,
+                forward=ports_to_forward(self._config.listen, self._config.direct_port),
                 own_hosts=tuple(host for _, host in self._hosts),
                 relays=self._relays(),
                 is_alone=self._is_alone,
@@ -183,9 +186,3 @@ class NetworkExamination:
         seconds = loop_time() - began
         name = status.nickname[:MAX_NAME] or short(peer)
         return peer, Helper(name, seconds, "", self._transport.host_of(peer) or "", status.version)
-
-
-def tcp_port(address: str) -> int:
-    """The TCP port of a multiaddr with an IP address; 0 if it has none."""
-    parts = address.split("/")
-    return int(parts[4]) if len(parts) > 4 and parts[3] == "tcp" and parts[4].isdigit() else 0

@@ -17,6 +17,7 @@ from node.network.address_scope import Scope, scope
 from node.reporting.swarm import newer_line, release
 from node.runtime.program import typed, upgrade
 
+USUAL_PORTS = (4001, 4002)
 REFUSED = "connection refused"  # in a reason: TCP works, if only to a machine whose peer is down
 _SHARED = ip_network("100.64.0.0/10")  # RFC 6598: what a provider's router has inside
 _VPN = ("tun", "wg", "tailscale", "zt", "ppp")
@@ -154,6 +155,7 @@ class Outside:
     reports: tuple[DialBackReport, ...] = ()
     libp2p: tuple[int, ...] = ()  # ports among those asked for
     data: int = 0
+    forward: tuple[int, int] = USUAL_PORTS  # ports to forward at a router: for libp2p, and for data (0: none)
     own_hosts: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()  # names of peers through which others meet this one
     is_alone: bool = False  # it runs, and no other peer is in its run
@@ -189,27 +191,25 @@ def _open(facts: Outside, is_open: Sequence[tuple[DialBackReport, ProbedPort]]) 
 
 def _closed_data(facts: Outside, answered: Iterable[DialBackReport]) -> Iterator[Finding]:
     results = [(each, port) for each in answered for port in each.ports if port.port == facts.data != 0]
-    if results and not any(port.result in (PortResult.OPEN, PortResult.LIBP2P) for _, port in results):
+    if results and not any(port.result in _ACCEPTS for _, port in results):
         report, port = results[0]
-        what = (
-            f"the data port is closed: {report.helper} could not dial {_place(report.host, port.port)} ({_why(port)})"
-        )
-        yield Finding(
-            "data port", Level.WARN, f"{what}; others' data takes slower ways", _cure(facts, report, [facts.data])
-        )
+        dial = f"{report.helper} could not dial {_place(report.host, port.port)} ({_why(port)})"
+        text = f"the data port is closed: {dial}; others' data takes slower ways"
+        yield Finding("data port", Level.WARN, text, _cure(facts, report, only_data=True))
 
 
 def _closed(facts: Outside, report: DialBackReport, port: ProbedPort) -> Finding:
     place = _place(report.host, port.port)
-    private = scope_of(report.host) is not Scope.ANYWHERE
-    ports = [each for each in (*facts.libp2p[-1:], facts.data) if each]
     if port.result == PortResult.OPEN:
         text = f"another program answers at {place}, to which {report.helper} was led"
     else:
-        text = f"closed {'in this network' if private else 'from outside'}: {report.helper} could not dial {place}"
-        text += f" ({_why(port)})"
+        where = "from outside" if scope_of(report.host) is Scope.ANYWHERE else "in this network"
+        text = f"closed {where}: {report.helper} could not dial {place} ({_why(port)})"
     works = facts.relays or not facts.is_alone
-    return Finding("outside", Level.WARN if works else Level.FAIL, text, _cure(facts, report, ports))
+    return Finding("outside", Level.WARN if works else Level.FAIL, text, _cure(facts, report))
+
+
+_ACCEPTS = (PortResult.OPEN, PortResult.LIBP2P)
 
 
 def _why(port: ProbedPort) -> str:
@@ -219,18 +219,21 @@ def _why(port: ProbedPort) -> str:
     return {str(result): why for result, why in words.items()}.get(port.result, port.result)
 
 
-def _cure(facts: Outside, report: DialBackReport, ports: Sequence[int]) -> str:
-    """What opens these ports at a helper's dial."""
-    tcp = " and ".join(map(str, ports))
-    own = next((host for host in facts.own_hosts if scope_of(host) is Scope.NETWORK and ":" not in host), "")
+def _cure(facts: Outside, report: DialBackReport, only_data: bool = False) -> str:
+    """What opens the ports at which a helper's dials failed."""
     if report.host in facts.own_hosts or scope_of(report.host) is not Scope.ANYWHERE:
-        return f"let tcp {tcp} in at this machine's firewall"
+        closed = [str(each.port) for each in report.ports if each.result not in _ACCEPTS]
+        return f"let tcp {' and '.join(closed)} in at this machine's firewall" if closed else "see what listens there"
+    own = next((host for host in facts.own_hosts if scope_of(host) is Scope.NETWORK and ":" not in host), "")
     if own and ip_address(own) in _SHARED:
         return "your provider shares that address: use IPv6, a VPN between you, or one rented server"
-    options = f"--listen /ip4/0.0.0.0/tcp/{ports[0]}" if ports[0] != facts.data else ""
-    options += f" --direct-port {facts.data}" if facts.data in ports else ""
+    libp2p, data = facts.forward
+    announced = f"--announce /ip{6 if ':' in report.host else 4}/{report.host}/tcp/{libp2p}"
+    options = {libp2p: f"--listen /ip4/0.0.0.0/tcp/{libp2p} {announced}", data: f"--direct-port {data}"}
+    ports = [port for port in ((data,) if only_data else (libp2p, data)) if port]
     to = f" to {own}" if own else ""
-    return f"forward tcp {tcp}{to} at the router, then: {options.strip()}"
+    how = " ".join(options[port] for port in ports)
+    return f"forward tcp {' and '.join(map(str, ports))}{to} at the router, then: {how}"
 
 
 def _place(host: str, port: int) -> str:
@@ -242,15 +245,24 @@ def ports_to_probe(addresses: Iterable[str], listening: Sequence[int], data: int
 
     `addresses` are those that this peer tells others; a router that maps ports gives them others than it listens on.
     """
-    mapped = [
-        int(parts[4])
-        for each in addresses
-        if "/p2p-circuit" not in each and scope(each) is Scope.ANYWHERE and len(parts := each.split("/")) > 4
-        if parts[3] == "tcp" and parts[4].isdigit()
-    ]
+    public = (each for each in addresses if "/p2p-circuit" not in each and scope(each) is Scope.ANYWHERE)
+    mapped = [port for each in public if (port := tcp_port(each))]
     data = data if data >= MIN_PORT else 0
     wanted = [port for port in dict.fromkeys((*mapped, *listening)) if port >= MIN_PORT and port != data]
     return tuple(wanted[: MAX_PROBED_PORTS - bool(data)]), data
+
+
+def ports_to_forward(listen: Iterable[str], direct_port: int | str) -> tuple[int, int]:
+    """(port for libp2p, port for data or 0): those that the user fixed, else usual ones."""
+    fixed = next((port for each in listen if "/ip4/" in each and (port := tcp_port(each))), USUAL_PORTS[0])
+    data = 0 if direct_port == "off" else int(direct_port) or USUAL_PORTS[1]
+    return fixed, data if data != fixed else data + 1
+
+
+def tcp_port(address: str) -> int:
+    """The TCP port of a multiaddr with an IP address; 0 if it has none."""
+    parts = address.split("/")
+    return int(parts[4]) if len(parts) > 4 and parts[3] == "tcp" and parts[4].isdigit() else 0
 
 
 def choose_helpers(hosts: Sequence[tuple[str, str]], count: int = 2) -> list[str]:

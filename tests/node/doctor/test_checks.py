@@ -42,6 +42,7 @@ from node.doctor.network import (
     check_reach,
     check_versions,
     choose_helpers,
+    ports_to_forward,
     ports_to_probe,
 )
 from node.doctor.run import SavedRun, check_run
@@ -67,7 +68,7 @@ WELL: dict[str, Any] = {
     "reboot": AtBoot(True, True),
     "listen": Listening((4001,), 4002),
     "reach": Reached((("lo", "127.0.0.1"), ("eth0", "192.168.1.5")), "84.23.1.9", (ANNA, BERT)),
-    "outside": Outside((REPORT,), (4001,), 4002, ("127.0.0.1", "192.168.1.5")),
+    "outside": Outside((REPORT,), (4001,), 4002, own_hosts=("127.0.0.1", "192.168.1.5")),
     "others' clocks": (0.2, 0.2),
     "versions": ("0.2.0", ("0.2.0+gabc", "0.2.0", "")),
     "run": SavedRun("attic", "7cac02" * 10, decided=61, checkpoint=60),
@@ -166,11 +167,11 @@ FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
         "HTTP proxies are not used",
     ),
     "closed": (
-        reports(*CLOSED),
+        reports(*CLOSED, forward=(4001, 4003)),
         WARN,
         "closed from outside: anna could not dial 84.23.1.9:4001 (no answer in 5 s)",
-        "forward tcp 4001 and 4002 to 192.168.1.5 at the router, then: --listen /ip4/0.0.0.0/tcp/4001 "
-        "--direct-port 4002",
+        "forward tcp 4001 and 4003 to 192.168.1.5 at the router, then: --listen /ip4/0.0.0.0/tcp/4001 "
+        "--announce /ip4/84.23.1.9/tcp/4001 --direct-port 4003",
     ),
     "closed and alone": (reports(*CLOSED, is_alone=True), FAIL, "closed from outside: anna", "forward tcp 4001"),
     "closed by the provider": (
@@ -304,6 +305,13 @@ def test_helpers_are_public_and_of_different_networks() -> None:
     assert choose_helpers(peers[:3]) == ["a", "near"] and choose_helpers(peers[1:3]) == ["a", "b"]
     assert choose_helpers([("x", "2a01:4f8::1"), ("y", "2a01:4f8:9::1"), ("z", "2a02::1")]) == ["x", "z"]
     assert choose_helpers([("relayed", "")]) == []
+
+
+def test_ports_to_forward_are_the_users_or_usual_ones() -> None:
+    assert ports_to_forward(["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/5000"], 0) == (4001, 4002)
+    assert ports_to_forward(["/ip4/0.0.0.0/tcp/31337"], "off") == (31337, 0)
+    assert ports_to_forward(["/ip4/0.0.0.0/tcp/4002"], 0) == (4002, 4003)
+    assert ports_to_forward(["/ip4/0.0.0.0/udp/1/quic-v1"], 4444) == (4001, 4444)
 
 
 def test_ports_of_public_addresses_are_probed_first() -> None:
