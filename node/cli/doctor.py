@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli import options
-from node.cli.remote import ASK_SECONDS, PeerUnreachable, only_running, require_address
+from node.cli.remote import ASK_SECONDS, CommandError, PeerUnreachable, only_running
+from node.config.multiaddrs import peer_address
 from node.config.peer_config import PeerConfig
 from node.config.peer_sources import apply_saved, load_peer
 from node.reporting.status import printable, to_json
@@ -52,8 +53,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print all at the end, as one JSON object.")] = False,
 ) -> int:
     """Say what is wrong with this machine, its network and its run, and what to do. Exit code 1: a warning; 2: FAIL."""
-    if address:
-        require_address(address)
+    given = "" if address is None else _checked(address)
     from node.doctor.findings import conclusion, exit_code
 
     findings: list[Finding] = []
@@ -63,13 +63,20 @@ def doctor(
         if not json:
             print(finding, flush=True)
 
-    _examine(address or "", state_dir, tell)
+    _examine(given, state_dir, tell)
     code = exit_code(findings)
     if json:
         print(to_json({"code": code, "findings": [*map(_as_dict, findings)]}))
     else:
         print(conclusion(findings))
     return code
+
+
+def _checked(address: str) -> str:
+    try:
+        return peer_address(address)
+    except ValueError as error:
+        raise CommandError(f"ADDRESS: {error}") from None
 
 
 def _as_dict(finding: Finding) -> dict[str, str]:

@@ -223,6 +223,11 @@ def test_output_on_a_full_disk_gives_one_line(
         (["status", "--bootstrap", "/ip4/192.0.2.1/tcp/4000"], "--bootstrap"),
         (["status", "--bootstrap", "@file"], "--bootstrap"),
         (["status", "--swarm", "--bootstrap", ADDRESS], "leave --bootstrap out"),
+        (
+            ["doctor", "192.0.2.1:4000"],
+            "ADDRESS: '192.0.2.1:4000' is not a multiaddr: write /ip4/192.0.2.1/tcp/4000/p2p",
+        ),
+        (["doctor", ""], "ADDRESS: '' is not a multiaddr"),
     ],
 )
 def test_mistake_gives_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
