@@ -290,6 +290,16 @@ def test_forked_worker_uses_the_device(text: Path) -> None:
 
 
 @needs_peer
+def test_doctor_names_the_device(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "node", "doctor", "--state-dir", str(tmp_path / "none"), "--json"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "NODE_DEVICE": DEVICE.partition(":")[0]}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    (line,) = [each for each in json.loads(said.stdout)["findings"] if each["check"] == "hardware"]
+    name = torch.cuda.get_device_name() if DEVICE.startswith("cuda") else DEVICE
+    assert line["level"] == "ok" and name in line["text"], said
+
+
+@needs_peer
 def test_two_peers_on_one_device_agree(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(
