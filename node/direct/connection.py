@@ -76,6 +76,18 @@ class DirectConnection:
         self._stretch = {False: 0, True: 0}
         self._watch = self._loop.call_later(SILENCE_SECONDS / 4, self._look)
 
+    @property
+    def local(self) -> tuple[str, int]:
+        """IP address and port of this end; raises OSError if the connection is lost."""
+        host, port, *_ = self._socket.getsockname()
+        return host, port
+
+    @property
+    def remote(self) -> tuple[str, int]:
+        """Those of the other end."""
+        host, port, *_ = self._socket.getpeername()
+        return host, port
+
     async def write(self, data: Buffer) -> None:
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):

@@ -89,21 +89,28 @@ async def dial(
             await loop.sock_connect(sock, where)
             if sock.getsockname() == sock.getpeername():  # TCP allows it, on a free port of this machine
                 raise ConnectionRefusedError("connected to itself")
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            await loop.sock_sendall(sock, token.id + nonce)
-            answer = await _exactly(sock, NONCE_BYTES)
+            return await show(sock, token, cipher, me, peer)
     except BaseException:
         sock.close()
         raise
-    keys = Handshake(cipher, token.secret, me, peer, nonce, answer)
+
+
+async def show(sock: socket.socket, token: ConnectionToken, cipher: str, me: PeerId, peer: PeerId) -> DirectConnection:
+    """Show a token over a socket that has connected to the peer that knows it. Raises OSError or EOFError."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    await asyncio.get_running_loop().sock_sendall(sock, token.id + nonce)
+    keys = Handshake(cipher, token.secret, me, peer, nonce, await exactly(sock, NONCE_BYTES))
     return DirectConnection(sock, keys.codecs(is_client=True))
 
 
 def accept(
-    sock: socket.socket, opening: bytes, issuer: TokenIssuer, me: PeerId
+    sock: socket.socket, opening: bytes, redeem: Callable[[bytes], IssuedToken | None], me: PeerId
 ) -> tuple[IssuedToken, DirectConnection] | None:
-    """Take a connection whose `opening` shows a valid token; None if it shows another, which is not answered."""
-    issued = issuer.redeem(opening[:TOKEN_ID_BYTES])
+    """Take a connection whose `opening` shows a valid token; None if it shows another, which is not answered.
+
+    `redeem` returns the token of an id, if it is valid.
+    """
+    issued = redeem(opening[:TOKEN_ID_BYTES])
     if issued is None:
         return None
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -124,7 +131,7 @@ def reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-async def _exactly(sock: socket.socket, size: int) -> bytes:
+async def exactly(sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         more = await asyncio.get_running_loop().sock_recv(sock, size - len(data))

@@ -25,9 +25,12 @@ from node.direct.messages import (
     MIN_PORT,
     DialBack,
     DialBackResult,
+    Punch,
     TokenGrant,
     TokenRequest,
+    WantSeen,
 )
+from node.direct.punch import Puncher, Request
 from node.direct.records import RecordError, choose_cipher, has_fast_aes, is_known
 from node.direct.routes import Attempts
 from node.runtime.listening import listen
@@ -53,10 +56,11 @@ While a flood lasts that is faster, dials fail: peers are dialled back, or take 
 
 
 class Inbound:
-    def __init__(self, me: PeerId, host_of: Callable[[PeerId], str | None], serving: Serving) -> None:
+    def __init__(self, me: PeerId, host_of: Callable[[PeerId], str | None], serving: Serving, request: Request) -> None:
         self.issuer = TokenIssuer(asyncio.get_running_loop().time)
         self.awaited: dict[bytes, asyncio.Future[DirectConnection]] = {}  # by token id: those that a peer shall dial
         self.listener = DirectListener(me, self.issuer, self._on_connection, serving.refuse)
+        self.puncher = Puncher(me, request, host_of, self._serve)
         self._me, self._host_of, self._serving = me, host_of, serving
         self._served: dict[DirectConnection, PeerId] = {}
         self._idle: dict[DirectConnection, None] = {}  # of these, those without a stream; the longest first
@@ -69,11 +73,16 @@ class Inbound:
             await stream.send(self._grant(peer, header))
         elif isinstance(header, DialBack):
             await stream.send(DialBackResult(await self._dial_back(peer, header, stream.deadline)))
+        elif isinstance(header, WantSeen):
+            await stream.send(self.puncher.tell(peer, header))
+        elif isinstance(header, Punch):
+            await self.puncher.answer(peer, header, stream)
         else:
-            raise BadPayload(f"{type(header).__name__} where TokenRequest or DialBack is due")
+            raise BadPayload(f"{type(header).__name__} where TokenRequest, DialBack, WantSeen or Punch is due")
 
     def forget(self, peer: PeerId) -> None:
         self.issuer.void(peer)
+        self.puncher.forget(peer)
         for connection in [each for each, owner in self._served.items() if owner == peer]:
             connection.abort()
 
@@ -120,6 +129,7 @@ class Inbound:
 
     def _on_connection(self, issued: IssuedToken, connection: DirectConnection) -> None:
         if not issued.dialled_back:
+            self.puncher.note(issued.peer, issued.token.id, connection)
             return self._serve(issued.peer, connection)
         awaited = self.awaited.pop(issued.token.id, None)
         if awaited is None or awaited.done():
@@ -261,7 +271,7 @@ class DirectListener:
     def _greet(self, sock: socket.socket, waiting: _Waiting) -> None:
         why = "showed no valid token"
         try:
-            if taken := accept(sock, waiting.opening, self._issuer, self._me):
+            if taken := accept(sock, waiting.opening, self._issuer.redeem, self._me):
                 return self._on_connection(*taken)
         except OSError:
             why = "ended before it was answered"

@@ -19,12 +19,13 @@ from node.direct.connection import ConnectionSilent, DirectConnection, DirectPip
 from node.direct.handshake import dial, reason
 from node.direct.inbound import IDLE_SECONDS, Inbound
 from node.direct.messages import BUSY, HEADER_LIMIT, METHOD, DialBack, DialBackResult, TokenGrant, TokenRequest
-from node.direct.records import RecordError, has_fast_aes
+from node.direct.punch import is_public
+from node.direct.records import RecordError, has_fast_aes, is_known
 from node.direct.routes import SPARE_TOKENS, NotDirect, Route, RouteKind
 from node.streams.serving import Serving
 from protocols import wire
 from protocols.aio import loop_time
-from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from protocols.peers.estimates import RecentDict
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class DirectPlane:
         self.routes: RecentDict[PeerId, Route] = RecentDict(_MAX_ROUTES)
         self._me, self.methods = me, methods
         self._open_stream, self._host_of, self._serving = open_stream, host_of, serving
-        self._inbound = Inbound(me, host_of, serving)
+        self._inbound = Inbound(me, host_of, serving, self._request)
         self._idle = IdleConnections(serving.spawn)
         self._connections: dict[DirectConnection, tuple[PeerId, RouteKind]] = {}
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
@@ -114,10 +115,7 @@ class DirectPlane:
         try:
             kind, connection = RouteKind.DIRECT, await self._dialled(peer, route, until)
         except NotDirect as error:
-            try:
-                kind, connection = RouteKind.DIALLED_BACK, await self._dialled_back(peer, route, until)
-            except NotDirect as other:
-                raise NotDirect(f"{error}; {other}") from None
+            kind, connection = await self._otherwise(peer, route, until, error)
         if self._closed or connection.closed:
             connection.abort()
             raise NotDirect("closed meanwhile")
@@ -125,12 +123,25 @@ class DirectPlane:
         connection.on_closed = partial(self._lost, connection)
         return connection
 
+    async def _otherwise(
+        self, peer: PeerId, route: Route, until: Deadline, why: NotDirect
+    ) -> tuple[RouteKind, DirectConnection]:
+        """A connection to a peer that cannot be dialled, as `why` says."""
+        try:
+            return RouteKind.DIALLED_BACK, await self._dialled_back(peer, route, until)
+        except NotDirect as error:
+            why = NotDirect(f"{why}; {error}")
+        try:
+            return RouteKind.PUNCHED, await self._punched(peer, route, until)
+        except NotDirect as error:
+            raise NotDirect(f"{why}; {error}") from None
+
     async def _ask(
         self, peer: PeerId, route: Route, connection: DirectConnection, method: str, until: Deadline
     ) -> DirectPipe:
         """If the peer does not accept, the connection is closed."""
         _, kind = self._connections[connection]
-        attempts = route.dialled_back if kind is RouteKind.DIALLED_BACK else route.dialling
+        attempts = route.attempts(kind)
         pipe, started = DirectPipe(connection, partial(self._free, peer)), loop_time()
         try:
             async with asyncio.timeout_at(until):
@@ -159,7 +170,10 @@ class DirectPlane:
             where, token = route.take_token(loop_time())
             seconds = _DIAL_SHARE * (until - loop_time())  # the rest is for being dialled back
             try:
-                return await dial(where, token, route.cipher, self._me, peer, seconds)
+                connection = await dial(where, token, route.cipher, self._me, peer, seconds)
+                if is_public(where[0]):
+                    self._serving.spawn(self._inbound.puncher.learn(peer, token.id, connection))
+                return connection
             except TimeoutError as error:
                 why = f"its port cannot be dialled: {reason(error)}"
                 raise route.dialling.failed(loop_time(), why) if seconds >= _FAIR_SECONDS else NotDirect(why) from None
@@ -190,15 +204,16 @@ class DirectPlane:
     async def _renew(self, peer: PeerId, route: Route) -> None:
         try:
             try:
-                grant = await self._request(peer)
+                grant = await self._request_tokens(peer)
             except PeerGone:  # of a peer that has started anew, p2pd may not know yet that the old connection is lost
-                grant = await self._request(peer)
+                grant = await self._request_tokens(peer)
         except PeerSilent:
             return
         except (PeerGone, BadPayload) as error:
             route.asking.failed(loop_time(), f"it grants no connections: {reason(error)}")
             return
         if (host := self._host_of(peer)) is None:
+            route.cipher = grant.cipher
             route.asking.failed(loop_time(), "it is reached through a relay")
             return
         with suppress(NotDirect):
@@ -206,10 +221,14 @@ class DirectPlane:
             if not grant.tokens:
                 route.asking.failed(loop_time(), "it has no direct port")
 
-    async def _request(self, peer: PeerId) -> TokenGrant:
-        async with self._open_stream(peer, METHOD, loop_time() + DIAL_SECONDS) as stream:
-            await stream.send(TokenRequest(has_fast_aes()))
-            return wire.expect(await stream.receive(HEADER_LIMIT), TokenGrant)
+    async def _request_tokens(self, peer: PeerId) -> TokenGrant:
+        answer = await self._request(peer, TokenRequest(has_fast_aes()), loop_time() + DIAL_SECONDS)
+        return wire.expect(answer, TokenGrant)
+
+    async def _request(self, peer: PeerId, request: Header, deadline: Deadline) -> Header:
+        async with self._open_stream(peer, METHOD, deadline) as stream:
+            await stream.send(request)
+            return await stream.receive(HEADER_LIMIT)
 
     async def _dialled_back(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
         route.dialled_back.require(loop_time())
@@ -241,12 +260,26 @@ class DirectPlane:
                 awaited.result().abort()  # it came too late
         return connection
 
+    async def _punched(self, peer: PeerId, route: Route, until: Deadline) -> DirectConnection:
+        route.punching.require(loop_time())
+        if not is_known(route.cipher):
+            raise NotDirect("it has named no cipher")
+        started = loop_time()
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._inbound.puncher.dial(peer, route.cipher, until)
+        except NotDirect as error:
+            raise error if str(error) == BUSY else route.punching.failed(loop_time(), str(error)) from None
+        except (PeerError, BadPayload, OSError, EOFError) as error:
+            why = f"no packets get through both routers: {reason(error)}"
+            is_fair = loop_time() - started >= 2 * _FAIR_SECONDS
+            raise route.punching.failed(loop_time(), why) if is_fair else NotDirect(why) from None
+
     def _lost(self, connection: DirectConnection) -> None:
         peer, kind = self._connections.pop(connection)
         self._inbound.note_failure(peer, connection)
         if isinstance(connection.failure, ConnectionSilent) and (route := self.routes.get(peer)):
-            attempts = route.dialled_back if kind is RouteKind.DIALLED_BACK else route.dialling
-            attempts.failed(loop_time(), "its direct connection went silent")
+            route.attempts(kind).failed(loop_time(), "its direct connection went silent")
 
 
 class IdleConnections:

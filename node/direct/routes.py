@@ -17,6 +17,7 @@ class RouteKind(StrEnum):
     UNTRIED = ""
     DIRECT = "direct"
     DIALLED_BACK = "dialled back"
+    PUNCHED = "punched"
     LIBP2P = "libp2p"
 
 
@@ -59,10 +60,15 @@ class Route:
     asking: Attempts = field(default_factory=Attempts)
     dialling: Attempts = field(default_factory=Attempts)
     dialled_back: Attempts = field(default_factory=Attempts)
+    punching: Attempts = field(default_factory=Attempts)
     cipher: str = ""  # empty until the peer has answered a request for tokens, if only that it has none
     _where: tuple[str, int] = ("", 0)
     _tokens: list[ConnectionToken] = field(default_factory=list)
     _expires: float = 0.0
+
+    def attempts(self, kind: RouteKind) -> Attempts:
+        """Those that lead to connections of this kind."""
+        return {RouteKind.DIALLED_BACK: self.dialled_back, RouteKind.PUNCHED: self.punching}.get(kind, self.dialling)
 
     def granted(self, grant: TokenGrant, host: str, now: float) -> None:
         if not is_known(grant.cipher):

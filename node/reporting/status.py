@@ -42,8 +42,9 @@ class PeerStatus:
     round: int
     address: str  # a multiaddr; empty if none is known
     stage: int = 0  # 0 without stages
-    # How the latest bulk data went to it: direct, dialled back (directly, but the peer had to dial) or libp2p; other
-    # members reduce if the two exchange none, because that failed; empty if none was sent since the peer was met.
+    # How the latest bulk data went to it: direct, dialled back (directly, but the peer had to dial), punched
+    # (directly, both dialled at once) or libp2p; other members reduce if the two exchange none, because that failed;
+    # empty if none was sent since the peer was met.
     route: str = ""
     route_reason: str = ""  # why the data did not go directly
     left: bool = False  # not live because it left in good order; a peer that is neither live nor left is lost

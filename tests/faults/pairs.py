@@ -5,8 +5,8 @@
 Each of the 15 pairs of routers (`tests/faults/homes.py`) is a run of its own, of real `join` processes whose steps are
 paced. Both homes number their hosts alike, and both peers listen on the same port. Then the founder is killed and
 started again. The table shows how many seconds after all are in the run, and after the founder is back, the three see
-each other live, and how many of the next rounds are means of three. Needs root. Exit code 0 if all pairs met within
-30 s, and 19 of 20 rounds are means of three; 2 if it cannot be played.
+each other live, how many of the next rounds are means of three, and which way data goes between the homes at last.
+Needs root. Exit code 0 if all pairs met within 30 s, and 19 of 20 rounds are means of three; 2 if it cannot be played.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def play(pair: Pair, rounds: int, directory: Path) -> dict[str, Any]:
             founder = swarm.found(FOUNDER)
             a, b = swarm.join(*AT_HOME, via=founder)
             first = _measured(founder, a, b, rounds)
-            routes = [str(one.sees(other).get("route", "")) for one, other in ((a, b), (b, a))]
             founder.strike()
             founder.ends(MEET_SECONDS)
             founder.start()
             wait("the founder is back", founder.meet, PATIENT_SECONDS, GLANCE_SECONDS)
             again = _measured(founder, a, b, rounds)
+            routes = [str(one.sees(other).get("route", "")) for one, other in ((a, b), (b, a))]
     return {"pair": [*pair], "rounds": rounds, "start": first, "restart": again, "routes": routes}
 
 
@@ -104,7 +104,8 @@ def row(result: dict[str, Any]) -> str:
     for each in (result["start"], result["restart"]):
         seconds = each["meet_seconds"]
         cells += ["never" if seconds is None else f"{seconds:.0f} s", f"{each['means_of_three']} of {result['rounds']}"]
-    return f"| {' | '.join(cells)} |"
+    ways = " and ".join(dict.fromkeys(each or "none" for each in result["routes"]))
+    return f"| {' | '.join((*cells, ways))} |"
 
 
 def _pair(text: str) -> Pair:
@@ -124,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: {why}", file=sys.stderr)
         return 2
     say = sys.stderr if options.json else sys.stdout
-    print("| one router | the other | meet | means of three | founder restarted: meet | means of three |", file=say)
-    print("|---|---|---|---|---|---|", file=say, flush=True)
+    heads = ("one router", "the other", "meet", "means of three", "founder restarted: meet", "means of three", "data")
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", file=say, flush=True)
     results = []
     for pair in options.pairs:
         with TemporaryDirectory() as directory:
