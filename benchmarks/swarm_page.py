@@ -68,9 +68,13 @@ class KnownSwarm(StatusTracker):
 
     def status(self) -> Status:
         self.state = "training"
+        address = f"/ip4/203.0.113.7/tcp/41233/p2p/{self.peer}"
         return replace(
-            super().status(), peers=self.others, run="starling", run_id="cd" * 32, tokens_per_second=48_211.0
-        )
+            super().status(), peers=self.others, run="starling", run_id="cd" * 32, tokens_per_second=48_211.0,
+            addresses=(address,) * 3, lineage="ab" * 32, round=60, rounds=200, loss=1.4567890123, protocol="butterfly",
+            held_out_loss=1.3456789012, tokens=14_200_000, bytes_sent=1_450_000_000, bytes_received=1_500_000_000,
+            eta_seconds=8400.123456789, checkpoint_age_seconds=190.123456789, device="cpu",
+        )  # fmt: skip
 
 
 async def measured(directory: Path) -> None:

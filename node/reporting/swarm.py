@@ -52,7 +52,7 @@ class SwarmStatus:
     known: int  # all peers that are known, this one included
     tokens_per_second: float  # of all live peers that train (with stages: of those of this peer's stage), as they say
     counted_of: int  # decided rounds of which this peer has reports, the latest 20 at most
-    asked: bool  # whether all live peers that are asked (64 at most) were asked in the last half minute
+    asked: bool  # whether all live peers that are asked (64 at most) were asked in the last two turns
     unreadable: int  # answers that could not be read, since the peer started
     newer: str  # warning if most other live peers run a later version
     rows: tuple[SwarmRow, ...]  # this peer first, then the live ones

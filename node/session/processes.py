@@ -165,7 +165,7 @@ async def carry_out(
 
 
 CONTROLS = ("pause", "finish")  # What the page's user may ask for
-SWARM_SECONDS = 5.0  # How old the page's table of peers may be, unless a peer comes or goes
+SWARM_SECONDS = 5.0  # How old the page's table of peers may be, unless a round ends, or a peer comes or goes
 
 
 class PageContent:
@@ -184,7 +184,7 @@ class PageContent:
         self._transport, self._tracker, self._swarm = transport, tracker, swarm
         self._announced = bool(config.announce) or all(scope(each) == Scope.MACHINE for each in config.listen)
         self._cpu = CpuMeter()
-        self._here: tuple[tuple[str, bool], ...] | None = None
+        self._shown: tuple[object, ...] = ()
         self._peers: Mapping[str, Any] = {}
         self._swarm_due = 0.0
 
@@ -211,9 +211,9 @@ class PageContent:
         """What grows with the swarm changes only now and then, so that the page is not sent it each second."""
         self._swarm.want()  # a page is there
         now = asyncio.get_running_loop().time()
-        here = tuple((each.peer, each.live) for each in status.peers)
-        if here != self._here or now >= self._swarm_due:
-            self._here, self._swarm_due = here, now + SWARM_SECONDS
+        key = status.round, tuple((each.peer, each.live) for each in status.peers)
+        if key != self._shown or now >= self._swarm_due:
+            self._shown, self._swarm_due = key, now + SWARM_SECONDS
             meter = self._transport.traffic.meter
             self._peers = {
                 "swarm": asdict(self._swarm.view(status)),

@@ -15,10 +15,10 @@ from protocols.base import BadPayload, Deadline, PeerError, PeerId
 from protocols.peers.estimates import RecentDict
 
 ASK_SECONDS = 5.0
-TURN_SECONDS = 15.0  # least time between two questions to one peer
+TURN_SECONDS, PEER_SECONDS = 15.0, 1.0
+"""Least time between two questions to one peer: a turn, or a second for each peer that is asked, if that is longer."""
 KEPT_SECONDS = 600.0  # for which an answer is shown, and a peer whose answer cannot be read is not asked again
 INTEREST_SECONDS = 5.0  # for which a reader's interest lasts
-FRESH_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 MAX_ASKED = 64
 MAX_KEPT = 256
@@ -59,7 +59,10 @@ class SwarmPoller:
         )
 
     def _fresh_seconds(self, peer: PeerId) -> float:
-        return KEPT_SECONDS if peer in self.unreadable else FRESH_SECONDS
+        return KEPT_SECONDS if peer in self.unreadable else 2 * self._turn_seconds()
+
+    def _turn_seconds(self) -> float:
+        return max(TURN_SECONDS, PEER_SECONDS * len(self._peers()))
 
     async def run(self, ask: Ask, live: Callable[[], Sequence[PeerId]]) -> None:
         """Ask for ever. `live` returns the other live peers; those beyond the first `MAX_ASKED` are not asked."""
@@ -78,7 +81,7 @@ class SwarmPoller:
         return loop_time() < self._wanted_until
 
     async def _ask(self, peer: PeerId, ask: Ask) -> None:
-        self._due[peer] = loop_time() + TURN_SECONDS
+        self._due[peer] = loop_time() + self._turn_seconds()
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 said = await ask(peer, loop_time() + ASK_SECONDS)
