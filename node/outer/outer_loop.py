@@ -221,8 +221,10 @@ class OuterLoop(ABC):
         self.waiting_for = session.waiting_for
 
         def offer(work: LocalProgress) -> None:
-            self._offer_again = lambda: session.offer(self._offered(work, state_root))
-            session.offer(offered := self._offered(work, state_root))
+            by_itself = work.resting and not self.activity.pauses  # as a script that is away, or silent
+            self._rested |= by_itself
+            self._offer_again = lambda: session.offer(self._offered(work, state_root, by_itself))
+            session.offer(offered := self._offered(work, state_root, by_itself))
             offers.append(offered.tokens)
             self._show_progress("training", work)
 
@@ -232,16 +234,17 @@ class OuterLoop(ABC):
         self._trained.hear(work)
         self.on_progress(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
 
-    def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
+    def _offered(self, work: LocalProgress, state_root: bytes, rests: bool = False) -> LocalProgress:
         """The work as offered to other members: with this peer's state root, and without tokens if it diverged."""
         if diverged(work):
             work = replace(work, tokens=0, norm=0.0)
         away = self.activity.wanted is Activity.AWAY and not self.holds_up_run  # the last of a roster cannot leave
         self._departs |= self.SHARES_ANCHOR and away
-        if work.resting and self.activity.pauses:
+        rests |= self.activity.pauses
+        if work.resting and rests:
             work = replace(work, step_seconds=0.0)  # it has stopped, so it notices the cut at once
         # one that works again is called as any other, and still leaves: it has said so
-        work = replace(work, leaving=self._departs, resting=self.activity.pauses)
+        work = replace(work, leaving=self._departs, resting=rests)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self.last_round and work.complete):
             work = replace(work, complete=True, leaving=True, resting=False)
         work = replace(work, state_root=state_root)

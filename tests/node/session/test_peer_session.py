@@ -25,7 +25,7 @@ from node.session.peer_session import (
 )
 from node.training.process import WorkerError
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Member
+from protocols.base import LocalProgress, Member
 from tests.sim import loop as simloop
 from tests.sim.host import DirectoryFaults, SimClock
 from tests.support.long import long
@@ -67,6 +67,24 @@ async def test_rounds_leave_no_reference_cycles(cluster: SessionCluster) -> None
         gc.enable()
     a_round = len(peers) ** 2
     assert 0 < max(parts[8:]) <= max(parts[:8]) + a_round  # some peers report before others
+
+
+@on_virtual_time
+async def test_member_that_rests_by_itself_is_not_waited_for(cluster: SessionCluster) -> None:
+    """As one whose script is away."""
+    a, b, c = cluster.all()
+
+    async def rest(key: object, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool) -> object:
+        progress(LocalProgress(0, math.nan, 0.0, 0.0, resting=True))
+        await cut.wait()
+        return LocalProgress(0, math.nan, 0.0, 0.0)
+
+    c.trainer.train = rest  # type: ignore[assignment]
+    await cluster.end()
+    for report in (*a.view.reports, *b.view.reports):
+        assert report.peers == ("a", "b") and report.seconds_train + report.seconds_wait < 2.3, (
+            "2.4 s with c as a straggler"
+        )
 
 
 @alone
