@@ -70,6 +70,7 @@ class RoundCoordinator:
                 or attempt.exchange is not exchange
                 or _progress(exchange) != known
                 or self._is_hopeless(resolved)
+                or self._until(resolved) <= loop_time()
             ),
             until,
         )
@@ -82,6 +83,9 @@ class RoundCoordinator:
         self._call.on_plan(plan)
 
     def _until(self, resolved: ResolvedPlan) -> Deadline:
+        """When to give the mean up. Not while too few are here to decide anything, if others could not vote on it."""
+        if self._apart(resolved) and self._is_alone():
+            return self._round.deadline
         return min(self._round.deadline, self._call.cut_at + resolved.plan.budget_seconds)
 
     # -- what is lost -------------------------------------------------------------------------------------------------
@@ -104,6 +108,8 @@ class RoundCoordinator:
         a vote needs its parts.
         """
         head, bounds = self._round.head, resolved.plan.bounds
+        if not head.complaints:
+            return set()
         reducers = {resolved.reducer(part) for part in range(len(bounds) - 1) if bounds[part] < bounds[part + 1]}
         links = planning.broken(head.complaints, head.key.round)
         apart = {peer for link in links for peer in link if link - {peer} <= reducers}
@@ -123,10 +129,13 @@ class RoundCoordinator:
     def _is_hopeless(self, resolved: ResolvedPlan) -> bool:
         """Whether a SKIP, which needs no parts, is the way to a roster that can decide a mean.
 
-        If all are here and nothing of the roster would change, broken links are tried again.
+        If nothing of the roster would change, broken links are tried again.
         """
-        few = len(self._here()) < self._vote.tally.quorum
-        return bool(self._apart(resolved)) and (few or self._round.roster_changes())
+        return bool(self._apart(resolved)) and not self._is_alone() and self._round.roster_changes()
+
+    def _is_alone(self) -> bool:
+        """Whether no quorum is here."""
+        return len(self._here()) < self._vote.tally.quorum
 
     def _overdue(self, resolved: ResolvedPlan, exchange: AllReduce | None) -> Deadline:
         """When a missing part is overdue: long after other parts came in, which should take as long."""
