@@ -38,7 +38,7 @@ class SwarmRow:
     reason: str = ""
     # In how many of `counted_of` rounds it was in the mean, by this peer's reports; null if they do not tell.
     counted: int | None = None
-    tokens_per_second: float = math.nan
+    tokens_per_second: float = math.nan  # null if it does not train now
     version: str = ""
     device: str = ""
     age_seconds: float | None = None  # since it said so; null if it said nothing in the last ten minutes
@@ -121,7 +121,7 @@ def _own_row(mine: Status, counted: int | None) -> SwarmRow:
         state=mine.state,
         reason=mine.reason,
         counted=counted,
-        tokens_per_second=mine.tokens_per_second,
+        tokens_per_second=_speed(mine),
         version=mine.version,
         device=mine.device,
         age_seconds=0.0,
@@ -145,16 +145,20 @@ def _row(peer: PeerStatus, counted: int | None, answer: tuple[Status, float] | N
         state=said.state if said and said.state in STATES else "",
         reason=printable(said.reason, MAX_SAID) if said else silent,
         counted=counted,
-        tokens_per_second=said.tokens_per_second if said else math.nan,
+        tokens_per_second=_speed(said) if said else math.nan,
         version=printable(said.version, MAX_SAID) if said else "",
         device=printable(said.device, MAX_SAID) if said else "",
         age_seconds=age_seconds,
     )
 
 
+def _speed(status: Status) -> float:
+    """Of a peer that trains: another one still has the speed of its last round."""
+    return status.tokens_per_second if status.state in _TRAINS else math.nan
+
+
 def _sum(rows: Iterable[SwarmRow]) -> float:
-    speeds = [each.tokens_per_second for each in rows if each.state in _TRAINS]
-    return math.fsum(each for each in speeds if each > 0)
+    return math.fsum(each.tokens_per_second for each in rows if each.tokens_per_second > 0)
 
 
 def newer_line(mine: str, others: Sequence[str], update: str) -> str:

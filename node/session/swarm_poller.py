@@ -67,13 +67,15 @@ class SwarmPoller:
     async def run(self, ask: Ask, live: Callable[[], Sequence[PeerId]]) -> None:
         """Ask for ever. `live` returns the other live peers; those beyond the first `MAX_ASKED` are not asked."""
         self._peers = lambda: live()[:MAX_ASKED]
+        warned = -math.inf
         while True:
             await self._changed.until(self._is_wanted, math.inf)
             due = [peer for peer in self._peers() if loop_time() >= self._due.get(peer, -math.inf)]
             for peer in due:
                 if self._is_wanted():
                     await self._ask(peer, ask)
-            if due:
+            if due and loop_time() >= warned + TURN_SECONDS:
+                warned = loop_time()
                 self._warn()
             await asyncio.sleep(LOOK_SECONDS)
 

@@ -259,9 +259,10 @@ def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
     return mark, name, *stage, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
 
 
-_SWARM_WIDTHS = {"name": 15, "state": 0, "stage": 5, "round": 5, "counted": 8, "tokens/s": 8, "data": 6, "version": 5}
+_SWARM_HEADINGS = ("name", "state", "stage", "round", "counted", "tokens/s", "data", "version", "device")
 _NUMBERS = ("stage", "round", "counted", "tokens/s")
 _WIDE = 110  # A narrower terminal shows no devices, and no build of a version
+_LEAST_STATE = 12
 
 
 def render_swarm(swarm: SwarmStatus, width: int, staged: bool = False) -> RenderableType:
@@ -269,19 +270,16 @@ def render_swarm(swarm: SwarmStatus, width: int, staged: bool = False) -> Render
     speed = f"{count(swarm.tokens_per_second)} tokens/s" + (" in this stage" if staged else "")
     title = Text.assemble(("the swarm", "bold"), f"  {swarm.here} of {swarm.known} peers here   {speed}")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    headings = [
-        each for each in (*_SWARM_WIDTHS, *(("device",) if width >= _WIDE else ())) if staged or each != "stage"
-    ]
-    way = max(len(each.route) - _SWARM_WIDTHS["data"] for each in swarm.rows) if swarm.rows else 0
-    others = sum(_SWARM_WIDTHS.get(each, 24) + 2 for each in headings) + max(0, way) + (10 if width >= _WIDE else 0)
+    wide = width >= _WIDE
+    headings = [each for each in _SWARM_HEADINGS if (staged or each != "stage") and (wide or each != "device")]
+    rows = [_swarm_cells(each, swarm.counted_of, wide) for each in swarm.rows[:_SHOWN_ROWS]]
+    others = sum(max(len(each), *(len(row[each]) for row in rows)) + 2 for each in headings if each != "state")
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading in _NUMBERS else "left"
-        most = max(12, width - others) if heading == "state" else None
-        least = _SWARM_WIDTHS.get(heading)
-        table.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least, max_width=most)
-    for each in swarm.rows[:_SHOWN_ROWS]:
-        cells = _swarm_cells(each, swarm.counted_of, width >= _WIDE)
-        table.add_row(*(cells[heading] for heading in headings))
+        most = max(_LEAST_STATE, width - others) if heading == "state" else None
+        table.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", max_width=most)
+    for row in rows:
+        table.add_row(*(row[heading] for heading in headings))
     lines = [Text(f"and {len(swarm.rows) - _SHOWN_ROWS} more", style="dim")] if len(swarm.rows) > _SHOWN_ROWS else []
     if not swarm.asked:
         lines.append(Text("Not all live peers have answered yet.", style="dim"))
