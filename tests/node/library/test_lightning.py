@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.node.library.stand_in import StandIns
 
-pytestmark = [pytest.mark.xdist_group("lightning"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.xdist_group("lightning"), pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
