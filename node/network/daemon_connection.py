@@ -130,7 +130,9 @@ class DaemonConnection:
 
     async def _look(self) -> None:
         mine = await self._request(type=p2pd_pb2.Request.IDENTIFY)
-        self.addresses = tuple(text for address in mine.identify.addrs if (text := _text(address)))
+        own = (_text(address) for address in mine.identify.addrs)
+        # port 0: the router has refused a port, and go-libp2p announces the mapping all the same
+        self.addresses = tuple(address for address in own if address and not address.endswith("/tcp/0"))
         others = await self._request(type=p2pd_pb2.Request.LIST_PEERS)
         found = ((PeerID(each.id).to_base58(), _text(each.addrs[0])) for each in others.peers if each.addrs)
         self.peers = {peer: address for peer, address in found if address}

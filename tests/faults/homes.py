@@ -10,12 +10,33 @@ alike. libp2p takes the outer addresses for public, which it does not with those
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 
 from tests.faults.network import Namespaces, Place, forwards, run
 
 OUTER = "192.52.193"
 _HOST = 5
+_PORT_GIVER = """ext_ifname=line
+listening_ip=lan
+enable_natpmp=yes
+enable_upnp=yes
+port=0
+"""
+_PORT_CHAINS = """*nat
+:MINIUPNPD - [0:0]
+:MINIUPNPD-POSTROUTING - [0:0]
+-A PREROUTING -i line -j MINIUPNPD
+-A POSTROUTING -o line -j MINIUPNPD-POSTROUTING
+COMMIT
+*filter
+:MINIUPNPD - [0:0]
+-I FORWARD -i line -j MINIUPNPD
+COMMIT
+"""
 _KNOWN = "-m conntrack ! --ctstate ESTABLISHED,RELATED,DNAT"
 
 
@@ -45,8 +66,8 @@ def rules(router: Router, host: str) -> str:
 class Homes(Namespaces):
     """Public places (`add`) and homes (`home`)."""
 
-    def __init__(self) -> None:
-        super().__init__(OUTER)
+    def __init__(self, net: str = OUTER) -> None:
+        super().__init__(net)
 
     def home(self, name: str, router: Router) -> Place:
         """A host in a new home; its router has the public address."""
@@ -55,6 +76,28 @@ class Homes(Namespaces):
             box = self._inside(box, f"{name}-box", "100.64.0", 2, Router.PORT_KEEPING).namespace
             router = Router.PORT_KEEPING
         return self._inside(box, f"{name}-host", "192.168.1", _HOST, router)
+
+    @contextmanager
+    def gives_ports(self, name: str, directory: Path, grants: bool = True) -> Iterator[None]:
+        """The router of this home listens to UPnP and NAT-PMP, inside the context; it may refuse what hosts ask for.
+
+        miniupnpd gives nothing where the outer address is in `OUTER`, which it takes for reserved.
+        """
+        settings = directory / "miniupnpd.conf"
+        settings.write_text(_PORT_GIVER + f"{'allow' if grants else 'deny'} 1024-65535 192.168.1.0/24 1024-65535\n")
+        inside = self.places[name].inside
+        run(*inside, "iptables-legacy-restore", "--noflush", given=_PORT_CHAINS)
+        with (directory / "miniupnpd.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*inside, "miniupnpd", "-d", "-f", str(settings), "-P", str(directory / "miniupnpd.pid")],
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(10)
 
     def _inside(self, gateway: str, name: str, net: str, number: int, router: Router) -> Place:
         """A new namespace behind this one, which becomes its router."""
