@@ -165,7 +165,7 @@ function showSwarm(now) {
   $("peer-rows").replaceChildren(...swarm.rows.slice(0, MAX_ROWS).map((each) => peerRow(each, staged, now)));
   $("peers-empty").hidden = swarm.known > 1;
   $("stages").hidden = !staged;
-  setText("swarm-sum", `${count(swarm.tokens_per_second)} tokens/s, ${swarm.here} of ${swarm.known} peers here`);
+  setText("swarm-sum", `${count(swarm.tokens_per_second)} tokens/s${staged ? " in this stage" : ""}, ${swarm.here} of ${swarm.known} peers here`);
   $("counted-head").title = `In how many of the last ${swarm.counted_of} decided rounds this peer saw it in the mean`;
   if (staged) setText("stages", stageLine(status, swarm));
 }
