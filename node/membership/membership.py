@@ -61,6 +61,7 @@ class Membership:
         wanted: Callable[[], Iterable[PeerId]] = tuple,
         reach: Reach | None = None,
         drop: Drop | None = None,
+        seen_at: Callable[[PeerId], str] = lambda peer: "",
         on_duplicate_identity: Callable[[str], None] = lambda line: None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
@@ -68,12 +69,13 @@ class Membership:
 
         `reach` connects the transport to a peer at one of its addresses, or raises a `PeerError`; `drop` closes the
         transport's connections to a peer, so that the next attempt dials it. None: the transport finds peers by itself.
+        `seen_at` returns the address from which a peer has connected, which may not know it itself; or an empty text.
         """
         self.version = 0  # grows with every change in the set of live peers
         self.refused: Counter[str] = Counter()  # reasons for which peers were turned away, or broke a rule
         self.host_monitor = HostMonitor(clock, local.addresses, say)
         self._transport, self._local, self._on_duplicate_identity = transport, local, on_duplicate_identity
-        self._wanted, self._reach, self._drop = wanted, reach, drop
+        self._wanted, self._reach, self._drop, self._seen_at = wanted, reach, drop, seen_at
         self._handshake = HandshakeProtocol(local, clock, signer, self._on_heard)
         self._away: set[PeerId] = set()  # live, and away as they say
         self._contacts = PeerTable(local.me.peer, wanted, self._on_forget)
@@ -376,9 +378,11 @@ class Membership:
 
     def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
         others = [each for each in self._contacts if each.live and each.peer != to]
-        return tuple(
-            PeerAddress(each.peer, each.addresses[:MAX_INTRODUCED_ADDRESSES]) for each in others[:MAX_INTRODUCED]
-        )
+        return tuple(PeerAddress(each.peer, self._addresses(each)) for each in others[:MAX_INTRODUCED])
+
+    def _addresses(self, contact: PeerRecord) -> tuple[str, ...]:
+        seen = filter(None, (self._seen_at(contact.peer),))
+        return sound((*seen, *contact.addresses))[:MAX_INTRODUCED_ADDRESSES]
 
     def _refuse(self, peer: PeerId, why: str) -> None:
         new = count(self.refused, why, MAX_REASONS)

@@ -24,7 +24,7 @@ from multiaddr import Multiaddr
 
 from node.direct.plane import DirectPlane
 from node.direct.routes import Route, host_of, hosts_of, is_relayed
-from node.network.address_scope import in_network
+from node.network.address_scope import Scope, in_network, scope
 from node.network.daemon import PRIVATE, DaemonError, PortTaken, arguments, with_ports
 from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
 from node.network.dial_errors import (
@@ -151,6 +151,14 @@ class LibP2PTransport:
     def host_of(self, peer: PeerId) -> str | None:
         """The IP address at the other end of the latest libp2p connection to a peer; None for a relay's, or none."""
         return self._hosts.get(peer)
+
+    def seen_at(self, peer: PeerId) -> str:
+        """The public multiaddr from which a peer has connected to this one; empty if there is none.
+
+        p2pd itself believes such an address of its own only once four peers have seen it.
+        """
+        address = (self._link.peers.get(peer) if self._link else None) or self._seen.get(peer) or ""
+        return address if scope(address) == Scope.ANYWHERE and not is_relayed(address) else ""
 
     @property
     def daemon_pid(self) -> int | None:

@@ -225,6 +225,7 @@ def _membership(
         wanted=lambda: [*(member.peer for member in history.members(MAX_ROSTER) if member != peer.me), *silent],
         reach=partial(reach, peer.transport.connect),
         drop=peer.transport.forget,
+        seen_at=peer.transport.seen_at,
         on_duplicate_identity=on_fatal,
         say=peer.view.say,
     )

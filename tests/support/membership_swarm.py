@@ -44,6 +44,7 @@ class MembershipSwarm(SimSwarm):
         self.clocks: dict[PeerId, SimClock] = {}
         self.said: list[tuple[PeerId, str]] = []
         self.dropped: list[PeerId] = []
+        self.seen: dict[PeerId, str] = {}
         self.stages: dict[PeerId, LocalStage] = {}
         self.reached: list[tuple[PeerId, tuple[str, ...]]] = []
         self._starts = 0
@@ -82,6 +83,7 @@ class MembershipSwarm(SimSwarm):
             wanted=lambda: [peer for peer in self.members if peer != me.peer],
             reach=self.reach,
             drop=self.drop,
+            seen_at=lambda other: self.seen.get(other, ""),
             on_duplicate_identity=lambda line: self.duplicates.append((me.peer, line)),
             say=lambda line: self.said.append((me.peer, line)),
         )

@@ -16,6 +16,7 @@ from node.membership.hello import (
     Heartbeat,
     Hello,
     HelloRejected,
+    PeerAddress,
     StageSeat,
     Welcome,
 )
@@ -246,3 +247,12 @@ async def test_repeated_restarts_leak_nothing(swarm: MembershipSwarm) -> None:
     await until(swarm.settled, 30.0)
     assert Member("c", 10) in swarm.members["a"].live() and swarm.duplicates == []
     assert len(swarm.network.nodes["a"].process.tasks) < 30
+
+
+@on_virtual_time
+async def test_introductions_begin_with_where_a_peer_was_seen(swarm: MembershipSwarm) -> None:
+    """Behind a router that forwards all, a peer does not know its public address."""
+    swarm.seen["c"] = "/ip4/8.8.8.8/tcp/4001"
+    await swarm.meet("abc")
+    (introduced,) = swarm.members["a"]._known("b")
+    assert introduced == PeerAddress("c", ("/ip4/8.8.8.8/tcp/4001", *swarm.addresses["c"]))
