@@ -258,15 +258,20 @@ async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
 
 
 def network(setup: Setup, key: identity.Identity) -> LibP2PTransport:
-    """The transport for `setup.path` and `setup.listen`."""
-    methods = BULK_METHODS | {MOVE} if setup.path == "direct" else None
-    directory = Path(setup.directory)
-    return LibP2PTransport(key, listen=(setup.listen,), direct_methods=methods, runtime_directory=directory)
+    """The transport for `setup.path`, `setup.listen` and `setup.relays`."""
+    return LibP2PTransport(
+        key,
+        listen=(setup.listen,),
+        nat=setup.relays is not None,
+        relays=tuple(setup.relays or ()),
+        direct_methods=BULK_METHODS | {MOVE} if setup.path == "direct" else None,
+        runtime_directory=Path(setup.directory),
+    )
 
 
 async def main(setup: Setup, kind: type[Peer] = Peer) -> None:
     torch.set_num_threads(1)
-    key = identity.create(Path(setup.directory) / f"identity{setup.rank}")
+    key = identity.load_or_create(Path(setup.directory) / f"identity{setup.rank}")
     async with ThreadCompute() as compute, network(setup, key) as transport:
         peer = kind(setup, transport, compute, key)
         say(event="up", peer=transport.me, address=transport.addresses[0], pid=os.getpid(), daemon=transport.daemon_pid)

@@ -29,6 +29,7 @@ class Setup:
         bandwidth: what every peer declares, bytes/s; the budget of the data phase follows from it.
         path: how bulk data goes from peer to peer: "libp2p" or "direct"; for the floors "tcp" or "aead".
         listen: multiaddr on which every peer listens.
+        relays: multiaddrs of relays, for peers among routers; None if there are no routers.
         keep_rounds: number of rounds whose parts each peer keeps for those that missed them.
         vectors: the directory of `benchmarks.peers.vectors` with each round's vectors; empty if peers draw their own.
     """
@@ -45,6 +46,7 @@ class Setup:
     listen: str = "/ip4/127.0.0.1/tcp/0"
     vectors: str = ""
     keep_rounds: int = 1
+    relays: tuple[str, ...] | None = None
 
     def tokens(self, rank: int) -> int:
         """The weight of a rank's vector; all weights differ."""

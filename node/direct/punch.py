@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from node.direct.connection import DirectConnection, set_options
 from node.direct.handshake import OPENING_BYTES, IssuedToken, accept, exactly, reason, show
@@ -53,6 +53,7 @@ _VIEW_SECONDS = 1.0  # at most this long a dial waits for the first member to te
 _MAX_MEMBERS = 2  # that are asked where they see a peer
 _MAX_PUNCHING, _MAX_PUNCHING_PER_PEER, _MAX_REMEMBERED = 8, 2, 256
 
+T = TypeVar("T")
 Bind: TypeAlias = Callable[[str, int], socket.socket]
 """(an IP address of the wanted family, port, 0 for a free one) -> a socket that may connect from that port."""
 Request: TypeAlias = Callable[[PeerId, Header, Deadline], Awaitable[Header]]
@@ -258,7 +259,7 @@ async def _first(
 ) -> DirectConnection:
     """The first connection of those from each port to the target at the same place."""
     pairs = zip(ports, targets, strict=False)  # the other side decides how many it dials
-    tasks = [asyncio.create_task(_connected(bind, port, (host, target), finish)) for port, target in pairs]
+    tasks = [asyncio.create_task(connected(bind, port, (host, target), finish)) for port, target in pairs]
     chosen: DirectConnection | None = None
     try:
         async with asyncio.timeout_at(until):
@@ -281,8 +282,10 @@ async def _ended(tasks: Sequence[asyncio.Task[DirectConnection]], chosen: Direct
             task.result().abort()
 
 
-async def _connected(bind: Bind, port: int, where: tuple[str, int], finish: Finish) -> DirectConnection:
-    """Dial from this port again and again until the other side's router lets it in."""
+async def connected(
+    bind: Bind, port: int, where: tuple[str, int], finish: Callable[[socket.socket], Awaitable[T]]
+) -> T:
+    """Dial from this port again and again until the other side's router lets it in; what is made of the connection."""
     loop = asyncio.get_running_loop()
     while True:
         sock = bind(where[0], port)
