@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from node.library.counter import checked, weighted
 from node.library.swarm import StepResult, Swarm
 
 IGNORED = -100
@@ -40,9 +41,9 @@ class Microbatches:
 
     def add(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None = None) -> None:
         """Count a microbatch, with the mean loss of its tokens."""
+        tokens = checked(tokens)
         self._tokens = self._tokens + tokens
-        loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self._loss = None if loss is None or self._loss is None else self._loss + loss * tokens
+        self._loss = None if loss is None or self._loss is None else self._loss + weighted(loss, tokens)
 
     def step(self, swarm: Swarm) -> StepResult:
         """Tell the swarm of all that was counted."""
@@ -83,7 +84,7 @@ class JoinsLater:
         arguments = dict(self._arguments)
         if self.swarm:
             self.leave()
-            if "attach" not in arguments and (directory := self.swarm.state_dir):
+            if self.swarm.has_own_peer and (directory := self.swarm.state_dir):
                 arguments.setdefault("state_dir", directory)
         self._trained = Microbatches()
         self.swarm = self._entry(model, optimizer, **arguments)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from node.library.counter import StepCounter
+from node.library.counter import StepCounter, TokensError
 from node.library.parameters import Parameters, SwarmError
 from node.library.peer import ATTACH, ScriptPeer, given_state_dir, named, run_file
 from node.library.shown import BarPostfix, Messages, figures, last_report
@@ -84,8 +84,7 @@ class Swarm:
         if arguments is None and attach is None:
             self._messages.say("no swarm was given (bootstrap, attach or a NODE_* variable): this script trains alone")
             return
-        if arguments is not None:
-            self._leave_earlier(given_state_dir(arguments))
+        self._leave_earlier(attach or given_state_dir(arguments or ()))
         parameters = self._of_ranks(model, extra, evaluate is not None, join_seconds)
         parameters = parameters or Parameters(model, extra, self._optimizer)
         self._counter = StepCounter(self._optimizer)
@@ -174,11 +173,11 @@ class Swarm:
 
     def _leave_earlier(self, directory: Path | None) -> None:
         """A cell of a notebook that joins may be run again: its first peer must not keep the state directory."""
-        for other in [each for each in _joined if each.active and each._peer.runs]:
+        for other in [each for each in _joined if each.active and not each._ranks]:
             if directory and other.state_dir and directory.absolute() == other.state_dir.absolute():
                 self._messages.say(f"this process had joined from {directory} already: it leaves there first")
                 other.leave()
-            else:
+            elif other.has_own_peer:
                 self._messages.say_once(
                     "this process has joined another swarm already, and is still in it: leave() ends that"
                 )
@@ -218,6 +217,11 @@ class Swarm:
         """Of the peer; None before the peer has told it, and without a swarm."""
         return self._peer.state_dir
 
+    @property
+    def has_own_peer(self) -> bool:
+        """Whether the script has started its peer, and not attached to one."""
+        return self._peer.child is not None
+
     def __enter__(self) -> Self:
         return self
 
@@ -244,6 +248,8 @@ class Swarm:
             if worker.state is State.TRAINING and worker.count(tokens, loss):
                 return self._between
             result = self._together("step", lambda: self._step(worker))
+        except TokensError:
+            raise
         except BaseException:  # whatever it is, the next call begins with a new connection
             worker.drop()
             raise
@@ -352,12 +358,16 @@ class Swarm:
         except SwarmError as error:
             self._messages.say(str(error))
         finally:
-            self._close(deadline)
+            try:
+                self._close(deadline)
+            finally:
+                self._leaving = False  # Ctrl-C may have ended it: it can be called again
 
     def _finish(self, worker: ScriptWorker, deadline: float) -> StepResult:
         if self._peer.child is None:
             worker.hand_over()
         elif self._peer.runs:
+            worker.report(at_once=True)  # the others count what they know of
             self._peer.finish()
             while self.active and time.monotonic() < deadline:
                 self._leave_by_turns(worker)
@@ -390,8 +400,8 @@ class Swarm:
         worker.drop()
         if not was_over:
             self._peer.finish()
-        self._peer.end(max(5.0, deadline - time.monotonic()))
         worker.state = State.ALONE if was_alone else State.OVER
+        self._peer.end(max(5.0, deadline - time.monotonic()))
         _joined.discard(self)
         self._counter.close()
         atexit.unregister(self._leave_at_exit)

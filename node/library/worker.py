@@ -101,13 +101,13 @@ class ScriptWorker:
         """Whether the peer waits for the end of the turn."""
         return self._shared.attention
 
-    def report(self) -> bool:
+    def report(self, at_once: bool = False) -> bool:
         """Tell the peer of the work so far, seldom enough to cost little. Whether the turn ends with it."""
-        if self._is_between:
+        if self.state is not State.TRAINING or (self._is_between and not at_once):
             return False
         began, completed = time.perf_counter(), self._counter.steps >= self._steps_to_tell
         self._flush()
-        if self.training.due() or completed:
+        if self.training.due() or completed or at_once:
             self.parameters.copy_out(self._shared.local)
             try:
                 self._tell("progress", as_json(self.training.work()))
@@ -221,7 +221,7 @@ class ScriptWorker:
         self.problem = why
         if not why.startswith("not now"):
             raise SwarmError(why)
-        self._messages.say_once(f"the peer does not take this script ({why}): trying again")
+        self._messages.say_once(f"waiting: {why.removeprefix('not now: ')}")
 
     def _introduce(self, link: Link, spec: dict[str, Any]) -> None:
         """Tell the peer what is trained. To a peer that knows no model yet, also give the parameters."""

@@ -363,12 +363,12 @@ class ScriptTrainer(RemoteTrainer):
         return math.inf
 
     async def _ask(self, command: dict[str, Any], on_progress: OnProgress = lambda _: None) -> Any:
-        """What a script that has left had trained stays, until the round ends or another script goes on from it."""
+        """What a script has handed over stays, until the round ends or another script goes on from it."""
         worker = self._worker
         if isinstance(worker, ScriptLink) and worker.has_left:
             self._lose(worker)
         answer = await super()._ask(command, on_progress)
-        if isinstance(worker, ScriptLink) and worker.has_left:
+        if command["do"] == "train":
             self._without_worker = replace(LocalProgress(**answer), resting=True)
         return answer
 

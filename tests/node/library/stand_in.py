@@ -14,6 +14,8 @@ from node.library import StepResult, Swarm
 class StandIn:
     """Rounds of two steps. The state of its swarm, and its last mean, are each the parameters plus 1."""
 
+    has_own_peer = True
+
     def __init__(self, crowd: StandIns, model: torch.nn.Module, optimizer: Any, arguments: dict[str, Any]) -> None:
         self.crowd, self.model, self.arguments, self.state_dir = crowd, model, arguments, "there"
         self.optimizer = getattr(optimizer, "optimizer", optimizer)

@@ -96,6 +96,17 @@ def test_script_that_leaves_hands_over_its_part_of_the_round(tmp_path: Path) -> 
         assert work.tokens == 6 and torch.equal(local, left[1]) and not torch.equal(*left)
 
 
+@pytest.mark.timeout(60)
+def test_cell_that_attaches_may_be_run_again(tmp_path: Path) -> None:
+    with Rounds(tmp_path, inner_steps=500, round_seconds=30):
+        swarms = [join(tmp_path, model(), join_seconds=20) for _ in range(2)]
+        assert [each.active for each in swarms] == [False, True]
+        with pytest.raises(SwarmError, match="tokens=-1: give a whole number"):
+            swarms[1].step(tokens=-1)
+        assert swarms[1].active and not swarms[1].waits
+        swarms[1].leave()
+
+
 def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SwarmError, match="the optimizer trains no parameter of the model"):
         Swarm.join(model(), torch.optim.SGD(model().parameters(), lr=0.1), attach=tmp_path)
