@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +16,8 @@ from node.config.multiaddrs import peer_address
 from node.config.peer_config import PeerConfig
 from node.config.peer_sources import apply_saved, load_peer
 from node.reporting.status import printable, to_json
-from node.runtime.locks import LocksUnsupported
-from node.ui.control import ControlUnavailable, ask, claimed, home
+from node.runtime.locks import hold
+from node.ui.control import ControlUnavailable, ask, home
 
 if TYPE_CHECKING:
     from node.doctor.findings import Finding
@@ -88,16 +87,18 @@ def _examine(given: str, state_dir: Path | None, tell: Callable[[Finding], None]
     if asyncio.run(_ask_peer(directory, given, tell)):
         return
     config, _ = apply_saved(load_peer({"state_dir": directory}, os.environ, None), directory)
-    with ExitStack() as stack:
-        is_held = False
-        if directory.exists():
-            try:
-                stack.enter_context(claimed(directory))
-            except BlockingIOError:
-                is_held = True
-            except (LocksUnsupported, OSError):
-                pass  # the check of the state directory says so
-        _examine_here(config, directory, given, is_held, tell)
+    _examine_here(config, directory, given, _is_held(directory), tell)
+
+
+def _is_held(directory: Path) -> bool:
+    """Whether another process holds a state directory. Its lock is released at once, for a peer that would start."""
+    try:
+        held = hold(directory)
+    except OSError:
+        return False  # there is none; or the check of the state directory says why it cannot be used
+    if held is not None:
+        os.close(held)
+    return held is None
 
 
 def _examine_here(

@@ -23,6 +23,7 @@ from node.ui.control import home
 _PLACED = ("bootstrap", "run_id", "new", "state_dir")  # Options of `join` that a service has no use for, or sets itself
 
 _STATE_DIR = "NODE_STATE_DIR"
+IDENTITY = "identity.key"
 
 app = typer.Typer()
 service_app = typer.Typer(cls=options.CommandGroup, help="Start a peer with this machine (systemd, launchd).")
@@ -162,7 +163,11 @@ def clean(
     state_dir: Annotated[
         Path | None,
         options.option(
-            None, "State directory to clean. Default: all on this machine.", metavar="DIR", parser=options.path
+            None,
+            "State directory to clean. Default: all on this machine.",
+            metavar="DIR",
+            parser=options.path,
+            envvar=_STATE_DIR,
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete what is listed.")] = False,
@@ -170,16 +175,16 @@ def clean(
     """List what no run needs any more: files of past runs, checkpoints that were put aside, dead sockets."""
     from node.ui.terminal import size
 
-    found = [each for directory in _directories(state_dir) for each in sorted((directory / "past").glob("*"))]
-    found += dead_socket_directories()
-    for each in found:
+    past = [each for directory in _directories(state_dir) for each in _past(directory)]
+    dead = dead_socket_directories()
+    for each in (*past, *dead):
         print(f"{size(_bytes(each)):>8}  {each}")
-    if not found:
+    if not (past or dead):
         print("nothing to delete")
     elif not yes:
         print("nothing is deleted yet: give --yes")
     else:
-        _delete(found)
+        _delete(past, dead)
     return 0
 
 
@@ -199,14 +204,50 @@ def _directories(given: Path | None) -> list[Path]:
     return free
 
 
+def _past(directory: Path) -> list[Path]:
+    """Directories of past runs in a state directory. What may be another's is left alone, and said so."""
+    past = directory / "past"
+    if not os.path.lexists(past):
+        return []
+    if not os.path.lexists(directory / IDENTITY):
+        why = f"there is no {IDENTITY} beside it, so this is no state directory"
+    elif not (why := _not_ours(past)):
+        found = {each: _not_ours(each) or _identity(each) for each in sorted(past.iterdir())}
+        for each, why in found.items():
+            if why:
+                print(f"{each}: left alone, {why}")
+        return [each for each, why in found.items() if not why]
+    print(f"{past}: left alone, {why}")
+    return []
+
+
+def _not_ours(path: Path) -> str:
+    """Why this is no directory that a peer has made; empty if it may be one."""
+    return "it is a link" if path.is_symlink() else "" if path.is_dir() else "it is no directory"
+
+
+def _identity(path: Path) -> str:
+    key = next(path.rglob(IDENTITY), None)
+    return f"{key.parent} holds an identity" if key else ""
+
+
 def _bytes(path: Path) -> int:
     return sum(each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir())
 
 
-def _delete(found: Sequence[Path]) -> None:
-    for each in found:
+def _delete(past: Sequence[Path], dead: Sequence[Path]) -> None:
+    for each in (*past, *dead):
         try:
-            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+            _delete_one(each) if each in past else shutil.rmtree(each)
         except OSError as error:
-            raise CommandError(f"{error.filename} cannot be deleted ({error.strerror}): see to it") from None
+            raise CommandError(f"{each} cannot be deleted ({error.strerror or error}): see to it") from None
     print("deleted")
+
+
+def _delete_one(past_run: Path) -> None:
+    """By a descriptor: a link that has taken the place of `past` meanwhile is not followed."""
+    past = os.open(past_run.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        shutil.rmtree(past_run.name, dir_fd=past)
+    finally:
+        os.close(past)

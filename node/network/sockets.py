@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -81,7 +82,9 @@ def _dead(parent: Path) -> Iterator[Path]:
         names = [name for name in os.listdir(parent) if name.startswith(_PREFIX)]
         for left in (parent / name for name in names[:_MAX_SWEPT]):
             with suppress(OSError):
-                if left.lstat().st_uid == os.getuid() and (held := hold(left / _LOCK)) is not None:
+                seen = left.lstat()  # never a link's target
+                is_ours = seen.st_uid == os.getuid() and stat.S_ISDIR(seen.st_mode)
+                if is_ours and (held := hold(left / _LOCK)) is not None:
                     try:
                         yield left
                     finally:

@@ -17,7 +17,7 @@ from node.config.toml import ConfigError
 from node.joining import resume
 from node.joining.bootstrap import RunInfo
 from node.joining.run_selector import RunSelector, asks, found_run, run_id
-from node.network.daemon import DaemonError
+from node.network.daemon import DaemonError, PortTaken
 from node.reporting.status import EventSink, Status, join_command, narrow
 from node.runtime.clock import monotonic_seconds
 from node.runtime.identity import IdentityError, verify
@@ -85,7 +85,8 @@ class Peer:
             if me is None or me.cancelling() or not (self._finishing or self._failure):
                 raise
         except (StateError, IdentityError, DaemonError, WorkerError, ManifestError, ConfigError) as error:
-            raise FatalPeerError(str(error)) from None
+            # A port may be free soon: a service tries again, as it does not after a request that cannot be carried out.
+            raise FatalPeerError(str(error), 1 if isinstance(error, PortTaken) else 2) from None
         if self._failure:
             raise FatalPeerError(self._failure)
         if self._no_worker:

@@ -66,3 +66,35 @@ def test_clean_deletes_only_what_it_lists(
     for descriptor in held:
         assert descriptor is not None
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("entry", ["past", "past/run"])
+@pytest.mark.parametrize("target", [".", "..", "/elsewhere"])
+def test_clean_never_follows_a_link_nor_takes_an_identity(
+    entry: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("NODE_STATE_DIR", str(peer := tmp_path / "above" / "peer"))
+    for name in ("peer/identity.key", "peer/checkpoints/6/y", "other", "peer/past/nested/peer-1/identity.key"):
+        (tmp_path / "above" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "above" / name).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "lock").touch()
+    (tmp_path / "starling-link").symlink_to(tmp_path / "elsewhere")
+    if entry == "past":
+        (peer / "past").rename(peer / "kept")
+    (peer / entry).symlink_to(str(tmp_path / "elsewhere") if target.startswith("/") else target)
+    before = {*tmp_path.rglob("*")}
+    assert main(["clean", "--yes"]) == 0 and {*tmp_path.rglob("*")} == before
+    said = capsys.readouterr().out
+    assert f"{peer / entry}: left alone, it is a link\n" in said and "nothing to delete" in said
+    assert ("holds an identity" in said) == (entry != "past")
+
+
+def test_clean_of_a_directory_that_is_no_peers_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    (tmp_path / "past" / "photographs").mkdir(parents=True)
+    assert main(["clean", "--state-dir", str(tmp_path), "--yes"]) == 0
+    assert (tmp_path / "past" / "photographs").exists() and "no state directory" in capsys.readouterr().out

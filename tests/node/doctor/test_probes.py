@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from node.cli.app import main
 from node.config.peer_sources import load_peer
 from node.doctor import machine_probes
 from node.doctor.findings import Finding, Level
@@ -20,6 +21,7 @@ from node.doctor.machine_probes import hardware, holder, storage, system_clock, 
 from node.doctor.run import check_run, saved_run
 from node.runtime.identity import create
 from node.runtime.listening import listen
+from node.runtime.locks import hold
 from node.session.examination import DoctorService, Examination, ExaminationAlone
 from node.session.processes import carry_out
 from node.storage.statedir import StateDir
@@ -102,6 +104,25 @@ def test_identity_that_others_can_read_is_named(here: StateDir) -> None:
     (line,) = check_identity(holder(here.path, False, False))
     assert line.level is Level.FAIL and "chmod 600" in line.cure
     assert holder(here.path / "none", True, False).peer == ""
+
+
+def test_examined_directory_stays_free_for_a_peer_that_starts(here: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    async def run(examination: ExaminationAlone, tell: Callable[[Finding], None]) -> bool:
+        if free := hold(here.path):
+            os.close(free)
+        seen.append((free is not None, examination._is_held))
+        return True
+
+    monkeypatch.setattr(ExaminationAlone, "run", run)
+    before = here.path.stat().st_mtime_ns
+    assert main(["doctor", "--state-dir", str(here.path)]) == 0
+    assert here.path.stat().st_mtime_ns == before
+    held = hold(here.path)
+    assert held is not None and main(["doctor", "--state-dir", str(here.path)]) == 0
+    os.close(held)
+    assert seen == [(True, False), (False, True)]
 
 
 # -- this machine ------------------------------------------------------------------------------------------------------
