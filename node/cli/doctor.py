@@ -84,6 +84,8 @@ def _as_dict(finding: Finding) -> dict[str, str]:
 
 def _examine(given: str, state_dir: Path | None, tell: Callable[[Finding], None]) -> None:
     directory = state_dir or asyncio.run(_directory())
+    if os.path.lexists(directory) and not os.path.isdir(directory):
+        raise CommandError(f"{directory} is no directory: name a peer's state directory by --state-dir")
     if asyncio.run(_ask_peer(directory, given, tell)):
         return
     config, _ = apply_saved(load_peer({"state_dir": directory}, os.environ, None), directory)

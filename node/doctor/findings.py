@@ -39,7 +39,8 @@ def parse_finding(data: object) -> Finding:
     """Read a finding from JSON. Raises ValueError."""
     if not isinstance(data, Mapping) or not all(isinstance(data.get(name), str) for name in Finding.__slots__):
         raise ValueError("a finding is malformed")
-    return Finding(data["check"], Level(data["level"]), data["text"][:MAX_TEXT], data["cure"][:MAX_TEXT])
+    check, text, cure = (printable(data[name], MAX_TEXT) for name in ("check", "text", "cure"))
+    return Finding(check, Level(data["level"]), text, cure)
 
 
 def found(check: str, text: str, faults: Iterable[tuple[Level, str, str]]) -> list[Finding]:

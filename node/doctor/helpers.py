@@ -40,6 +40,7 @@ from protocols.base import BadPayload, Deadline, PeerError, PeerId, Transport
 REACH_SECONDS = 4.0
 FORGET_SECONDS = 1.0
 MAX_HELPERS = 4
+ITSELF = "that is this peer itself: give the address of another one"
 
 
 class DialledTransport(Transport, Protocol):
@@ -81,11 +82,16 @@ class NetworkExamination:
         met: Mapping[PeerId, Sequence[str]],
         live: Sequence[LivePeer] = (),
         is_running: bool = False,
+        itself: PeerId = "",
     ) -> None:
-        """Helpers are the live peers, and the one at the `given` multiaddr; else those `met` before, by address."""
+        """Helpers are the live peers, and the one at the `given` multiaddr; else those `met` before, by address.
+
+        `itself` is this peer's id if the transport has another one for the time of the examination.
+        """
         self._transport, self._config = transport, config
         self._given, self._met, self._live = given, met, live[:MAX_HELPERS]
-        self._is_alone = is_running and not live
+        self._is_running, self._is_alone = is_running, is_running and not live
+        self._own = {transport.me, itself}
         self._offsets = [each.offset_seconds for each in live]
         self._hosts = interfaces()
         self._helpers: dict[PeerId, Helper] = {}
@@ -107,7 +113,17 @@ class NetworkExamination:
         for peer, helper in await asyncio.gather(*wanted):
             self._helpers[peer] = helper
         helpers = tuple(self._helpers.values())
-        return check_reach(Reached(self._hosts, self._seen_as(), helpers, bool(self._given), named_proxies()))
+        given = self._given.rpartition("/p2p/")[2]
+        return check_reach(
+            Reached(
+                self._hosts,
+                self._seen_as(),
+                helpers,
+                self._helpers.get(given),
+                named_proxies(),
+                is_well=self._is_running or given in self._own,
+            )
+        )
 
     async def outside(self) -> list[Finding]:
         """Have up to two helpers dial this peer's ports."""
@@ -147,7 +163,7 @@ class NetworkExamination:
 
     async def forget_helpers(self) -> None:
         """Close the connections to peers that were met for this examination only."""
-        strangers = self._helpers.keys() - {each.peer for each in self._live}
+        strangers = self._helpers.keys() - {each.peer for each in self._live} - self._own
         for peer in strangers:
             with suppress(PeerError):
                 await self._transport.forget(peer, loop_time() + FORGET_SECONDS)
@@ -162,6 +178,8 @@ class NetworkExamination:
 
     async def _at(self, address: str) -> tuple[PeerId, Helper]:
         where, _, peer = address.rpartition("/p2p/")
+        if peer in self._own:
+            return peer, Helper(short(peer), why=ITSELF)
         return await self._asked(peer, short(peer), (where,), keep_reason=True)
 
     async def _by_name(self, live: LivePeer) -> tuple[PeerId, Helper]:

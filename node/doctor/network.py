@@ -72,8 +72,9 @@ class Reached:
     hosts: tuple[tuple[str, str], ...] = ()  # (network interface, IP address) of this machine
     seen_as: str = ""  # this peer's IP address as a helper sees it
     helpers: tuple[Helper, ...] = ()
-    is_given: bool = False  # the user named the helper
+    given: Helper | None = None  # the one among them whose address the user gave
     proxies: tuple[str, ...] = ()  # variables that name a proxy
+    is_well: bool = False  # if the given one cannot be reached, that is no fault of this peer
 
     @property
     def reached(self) -> tuple[Helper, ...]:
@@ -82,21 +83,19 @@ class Reached:
 
 def check_reach(facts: Reached) -> list[Finding]:
     def faults() -> Iterator[Fault]:
-        if facts.reached or not facts.helpers:
+        given = facts.given if facts.given and facts.given.why else None
+        if given and (facts.is_well or facts.reached):
+            yield _unreached(Level.WARN, given)
+        elif facts.reached or not facts.helpers:
             if not (facts.reached or any(scope_of(host) <= Scope.NETWORK for _, host in facts.hosts)):
                 yield Level.FAIL, "this machine has no address in any network", "connect it to one"
-            return
-        first = facts.helpers[0]
-        if facts.proxies and not any(REFUSED in each.why for each in facts.helpers):
+        elif facts.proxies and not any(REFUSED in each.why for each in facts.helpers):
             what = f"{facts.proxies[0]} is set, and no outbound TCP works"
             yield Level.FAIL, what, "libp2p needs TCP to the peers' ports; HTTP proxies are not used"
-        elif facts.is_given:
-            yield (
-                Level.FAIL,
-                f"{first.name} cannot be reached: {first.why}",
-                "is it up, and is that its present address?",
-            )
+        elif given:
+            yield _unreached(Level.FAIL, given)
         else:
+            first = facts.helpers[0]
             count = f"none of {len(facts.helpers)} known peers" if len(facts.helpers) > 1 else "the only known peer"
             what = f"{count} can{'not' * (len(facts.helpers) == 1)} be reached ({first.name}: {first.why})"
             yield Level.WARN, what, _help()
@@ -106,6 +105,11 @@ def check_reach(facts: Reached) -> list[Finding]:
         nearest = sorted(facts.reached, key=lambda each: each.seconds)[:3]
         text += "; reaches " + ", ".join(f"{each.name} in {1000 * each.seconds:.0f} ms" for each in nearest)
     return found("reach", text, faults())
+
+
+def _unreached(level: Level, helper: Helper) -> Fault:
+    why, _, cure = helper.why.partition(": ")
+    return level, f"{helper.name} cannot be reached: {why}", cure or "is it up, and is that its present address?"
 
 
 def _help() -> str:
@@ -167,7 +171,8 @@ def check_outside(facts: Outside) -> list[Finding]:
         why = (
             f" ({facts.reports[0].helper}: {facts.reports[0].why})" if facts.reports else ": no other peer can be asked"
         )
-        cure = "" if facts.reports else _help()
+        is_early = any("minute" in each.why for each in facts.reports)
+        cure = "ask again in a minute" if is_early else "" if facts.reports else _help()
         return [Finding("outside", Level.UNKNOWN, f"not known whether others can dial this peer{why}", cure)]
     dialled = [(each, port) for each in answered for port in each.ports if port.port in facts.libp2p]
     is_open = [(each, port) for each, port in dialled if port.result == PortResult.LIBP2P]

@@ -71,12 +71,17 @@ def saved_run(directory: Path, sealed: bytes, is_running: bool) -> SavedRun:
 
     A running peer checks its own checkpoints: only the newest one's manifest is read beside it.
     """
-    if not sealed:
+    file = directory / "manifest.bin"
+    if not sealed and not os.path.lexists(file):
         return SavedRun()
     try:
         manifest = unseal(sealed, verify)
     except ManifestError as error:
-        return SavedRun(problem=str(error))
+        what, _, cure = str(error).partition(": ")
+        if not cure.startswith(("update", "use the version")):
+            again, new = typed("join --bootstrap ADDRESS"), typed("join --new")
+            cure = f"`{again}` joins the run again; `{new}` starts another, and moves these files to past/"
+        return SavedRun(problem=f"{file} cannot be used ({what}): {cure}")
     facts = SavedRun(manifest.config.name, manifest.run_id, is_over=is_over(directory))
     try:
         decided, is_cut = _certificates(directory / "certificates.bin")

@@ -175,7 +175,10 @@ class ExaminationAlone(Examination):
         except (DaemonError, IdentityError) as error:
             return str(error)
         else:
-            self.network = NetworkExamination(transport, self._config, given=self._given, met=state.peers())
+            own = await asyncio.to_thread(holder, self._directory, False, False)
+            self.network = NetworkExamination(
+                transport, self._config, given=self._given, met=state.peers(), itself=own.peer
+            )
         return ""
 
     def _state(self) -> StateDir:
@@ -226,6 +229,7 @@ class DoctorService:
         """`begin` is given the multiaddr of another peer that may help, or an empty text. ValueError: not now."""
         self._begin = begin
         self._number = 0
+        self._given, self._ends = "", 0.0
         self._findings: list[Finding] = []
         self._task: asyncio.Task[bool] | None = None
 
@@ -237,13 +241,17 @@ class DoctorService:
             await _ended(self._task)
 
     def ask(self, number: int | None, given: str) -> Mapping[str, object]:
-        """Begin an examination, or join the one that runs; with its `number` only tell how far it is."""
+        """Begin an examination, or join the one that runs if it asks the same; with its `number` tell how far it is."""
         is_over = self._task is None or self._task.done()
         if number is None and is_over:
-            work = self._begin(given)
+            work, self._given, self._ends = self._begin(given), given, loop_time() + SECONDS
             self._number, self._findings = self._number + 1, []
             self._task = asyncio.create_task(work.run(self._findings.append), name="doctor")
             is_over = False
+        elif number is None and given != self._given:
+            whose = self._given or "the peers of the run"
+            left = max(1, math.ceil(self._ends - loop_time()))
+            raise ValueError(f"an examination with {whose} runs: ask again in {left} s")
         elif number not in (None, self._number):
             raise ValueError("that examination is over: ask again")
         return {"ok": True, "number": self._number, "over": is_over, "findings": [*map(asdict, self._findings)]}

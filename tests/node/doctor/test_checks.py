@@ -106,6 +106,8 @@ def readings(**changes: Any) -> dict[str, Any]:
     return _with("pauses", readings=replace(CALM, **changes))
 
 
+NOWHERE = Helper("anna", why="no answer: a firewall?")
+ODD = Helper("carl", why="it is another: ask for the present one")
 FAR, SILENT = Helper("anna", why="connection refused"), Helper("anna", why="no answer")
 WARN, FAIL, UNKNOWN = Level.WARN, Level.FAIL, Level.UNKNOWN
 FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
@@ -153,10 +155,22 @@ FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
         "connect it",
     ),
     "given is down": (
-        _with("reach", helpers=(FAR,), is_given=True),
+        _with("reach", helpers=(FAR,), given=FAR),
         FAIL,
         "anna cannot be reached: connection refused",
         "its present address?",
+    ),
+    "given to a running peer is down": (
+        _with("reach", helpers=(NOWHERE,), given=NOWHERE, proxies=("HTTP_PROXY",), is_well=True),
+        WARN,
+        "anna cannot be reached: no answer",
+        "a firewall?",
+    ),
+    "only given is down": (
+        _with("reach", helpers=(ODD, BERT), given=ODD),
+        WARN,
+        "carl cannot be reached: it is another",
+        "ask for the present one",
     ),
     "met is down": (_with("reach", helpers=(FAR,)), WARN, "the only known peer cannot", "doctor ADDRESS"),
     "all are down": (_with("reach", helpers=(FAR, FAR)), WARN, "none of 2 known peers can be", "doctor ADDRESS"),
@@ -203,7 +217,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Level, str, str]] = {
         _with("outside", reports=(DialBackReport("anna", why="it was asked less than a minute ago"),)),
         UNKNOWN,
         "(anna: it was asked less than a minute ago)",
-        "",
+        "ask again in a minute",
     ),
     "wrong clock": ({"others' clocks": (60.0, 61.0)}, WARN, "clock is 60 s behind", "timedatectl set-ntp true"),
     "old version": (
@@ -283,7 +297,7 @@ def test_hardware_of_a_running_peer_is_what_it_trains_on() -> None:
 
 
 def test_refused_dial_shows_that_tcp_works_beside_a_proxy() -> None:
-    refused = replace(WELL["reach"], helpers=(FAR,), is_given=True)
+    refused = replace(WELL["reach"], helpers=(FAR,), given=FAR)
     assert check_reach(replace(refused, proxies=("HTTP_PROXY",))) == check_reach(refused)
 
 
@@ -342,6 +356,12 @@ def test_any_versions_give_at_most_one_line(others: list[str], mine: str) -> Non
 def test_malformed_finding_is_rejected(data: object) -> None:
     with pytest.raises(ValueError):
         parse_finding(data)
+
+
+def test_finding_of_another_process_cannot_steer_the_terminal() -> None:
+    odd = "\x1b]0;owned\x07\r\n"
+    finding = parse_finding({"check": odd, "level": "FAIL", "text": odd, "cure": odd})
+    assert not {*"\x1b\x07\r\n"} & {*f"{finding.check}{finding.text}{finding.cure}{conclusion([finding])}"}
 
 
 # -- one step after another --------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from node.cli.app import main
 from node.config.peer_sources import load_peer
 from node.doctor import machine_probes
 from node.doctor.findings import Finding, Level
+from node.doctor.helpers import NetworkExamination
 from node.doctor.machine import check_identity, check_storage
 from node.doctor.machine_probes import hardware, holder, storage, system_clock, torch_devices
 from node.doctor.run import check_run, saved_run
@@ -64,8 +67,11 @@ def test_saved_run_is_whole_or_its_damage_named(here: StateDir) -> None:
     assert saved(here)[0] is Level.WARN and "the one before round 3" in saved(here)[1]
     flip_bit(made[0].path / "manifest.json", 30)
     assert saved(here)[0] is Level.FAIL and "there is no other" in saved(here)[1]
-    flip_bit(here.path / "manifest.bin", 40)
-    assert saved(here)[0] is Level.FAIL
+    for damage in (lambda it: flip_bit(it, 40), lambda it: it.write_bytes(b"\x9f junk"), Path.unlink, Path.mkdir):
+        damage(file := here.path / "manifest.bin")
+        (line,) = check_run(saved_run(here.path, here.manifest(), False))
+        if file.exists():
+            assert line.level is Level.FAIL and f"{file} cannot be used" in line.text and "join --new" in line.cure
 
 
 def test_large_checkpoint_is_compared_by_sizes_only(here: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +131,12 @@ def test_examined_directory_stays_free_for_a_peer_that_starts(here: StateDir, mo
     assert seen == [(True, False), (False, True)]
 
 
+def test_file_is_no_state_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--state-dir", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.startswith(f"starling: {tmp_path / 'file'} is no directory: ")
+
+
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +179,17 @@ async def test_directory_of_a_silent_process_is_left_to_it(tmp_path: Path) -> No
     assert unknown.check == "network" and "may use its ports" in unknown.text
 
 
+async def test_own_address_is_no_fault_of_this_peer() -> None:
+    """Nothing is dialled: the transport here could not."""
+    transport: Any = SimpleNamespace(me="own", addresses=(), listening=())
+    for saved_as, given in (("", "own"), ("saved", "saved")):
+        address = f"/ip4/192.0.2.1/tcp/1/p2p/{given}"
+        network = NetworkExamination(transport, CONFIG, given=address, met={}, itself=saved_as)
+        (line,) = await network.reach()
+        assert line.level is Level.WARN and "that is this peer itself" in line.text and "another one" in line.cure
+        await network.forget_helpers()
+
+
 # -- a running peer ----------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +228,9 @@ async def test_examination_is_begun_once_and_polled(tmp_path: Path) -> None:
             assert early == {"ok": False, "line": "the peer is starting: ask again in a few seconds"}
             assert (await asks(None, "x" * (MAX_REQUEST_BYTES // 2)))["number"] == 1
             await until(lambda: SlowExamination.begun == 1, 5)
-            joined = await asks(None, "/ip4/192.0.2.2/tcp/1/p2p/x")
+            refused = await asks(None, "/ip4/192.0.2.2/tcp/1/p2p/x")
+            assert not refused["ok"] and re.search(r"an examination with x+ runs: ask again in \d+ s$", refused["line"])
+            joined = await asks(None, "x" * (MAX_REQUEST_BYTES // 2))
             assert (joined["number"], joined["over"]) == (1, False) and joined["findings"][0]["check"] == "first"
             SlowExamination.go.set()
             await until(lambda: doctor.ask(1, "")["over"], 5)
