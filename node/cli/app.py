@@ -10,7 +10,7 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
 from node.config.peer_sources import apply_saved, load_peer
 from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError, plain, read_toml
-from node.reporting.status import printable
+from node.reporting.status import printable, to_json
 from node.runtime.locks import LocksUnsupported
 from node.runtime.program import program, typed
 from node.session.fatal import FatalPeerError
@@ -260,25 +260,42 @@ def _check(of_run: Mapping[str, Any], rounds: int | None) -> int:
 # -- the entry point --------------------------------------------------------------------------------------------------
 
 
-def _refused(why: str, code: int) -> int:
-    with suppress(OSError):
-        print(f"starling: {printable(why, 2000)}", file=sys.stderr)
-    return code
+_OF_JOIN = ("join", "service")  # whose --json asks for lines, which are reports
+
+
+def _refusal(words: Sequence[str]) -> Callable[..., int]:
+    """What says why a command failed: a line and, if `words` ask for an object, that, with `error` in it."""
+    own = words[: words.index("--")] if "--" in words else words
+    as_json = "--json" in own and own[0] not in _OF_JOIN
+
+    def refused(why: str, code: int, found: Mapping[str, object] | None = None) -> int:
+        line = printable(why, 2000)
+        with suppress(OSError):
+            print(f"starling: {line}", file=sys.stderr)
+        if as_json:
+            with suppress(OSError):
+                print(to_json({**(found or {}), "code": code, "error": line}), flush=True)
+        return code
+
+    return refused
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     prepare_streams()
+    refused = _refusal(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(arguments, prog_name=program(), standalone_mode=False)
         sys.stdout.flush()
     except FatalPeerError as error:
-        return _refused(str(error), error.code)
+        return refused(str(error), error.code)
     except (ConfigError, ModelError) as error:
-        return _refused(str(error), 2)
+        return refused(str(error), 2)
     except typer.TyperException as error:
         text = error.format_message()
-        return _refused(text, error.exit_code) if isinstance(error, CommandError) else _refused(plain(text), 2)
+        if isinstance(error, CommandError):
+            return refused(text, error.exit_code, error.found)
+        return refused(plain(text), 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has left (`| head`): leave nothing that Python would flush at exit
@@ -287,5 +304,5 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _NOT_WRITTEN or error.filename:
             raise
-        return _refused(f"the output cannot be written ({error.strerror}): give another", 1)
+        return refused(f"the output cannot be written ({error.strerror}): give another", 1)
     return int(code or 0)

@@ -15,6 +15,7 @@ from node.cli.remote import ASK_SECONDS, CommandError, PeerUnreachable, only_run
 from node.config.multiaddrs import peer_address
 from node.config.peer_config import PeerConfig
 from node.config.peer_sources import apply_saved, load_peer
+from node.config.toml import ConfigError
 from node.reporting.status import printable, to_json
 from node.runtime.locks import hold
 from node.ui.control import ControlUnavailable, ask, home
@@ -52,7 +53,6 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print all at the end, as one JSON object.")] = False,
 ) -> int:
     """Say what is wrong with this machine, its network and its run, and what to do. Exit code 1: a warning; 2: FAIL."""
-    given = "" if address is None else _checked(address)
     from node.doctor.findings import conclusion, exit_code
 
     findings: list[Finding] = []
@@ -62,7 +62,13 @@ def doctor(
         if not json:
             print(finding, flush=True)
 
-    _examine(given, state_dir, tell)
+    try:
+        _examine("" if address is None else _checked(address), state_dir, tell)
+    except ConfigError as error:
+        raise CommandError(str(error)) from None
+    except CommandError as error:
+        error.found = {"findings": [*map(_as_dict, findings)]}
+        raise
     code = exit_code(findings)
     if json:
         print(to_json({"code": code, "findings": [*map(_as_dict, findings)]}))

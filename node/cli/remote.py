@@ -42,6 +42,7 @@ class CommandError(typer.TyperException):
     """A command that cannot be carried out. The message is one line for the user."""
 
     exit_code = 2
+    found: Mapping[str, object] = {}  # by names of JSON fields: what it had found out by then
 
 
 class PeerUnreachable(CommandError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 from pathlib import Path
 
@@ -156,3 +157,25 @@ def test_different_rounds_of_stages_are_warned_of(home: Path, tmp_path: Path, st
 def test_mistake_gives_one_line_error(arguments: list[str], words: str, home: Path, starling: Said) -> None:
     kept_gpt(home / "peer-1")
     assert words in starling.refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "nonsense", "--json"],
+        ["status", "--swarm", "--json", "--state-dir", "none"],
+        ["evaluate", "--json", "--bogus"],
+        ["data", "check", "none", "--json"],
+        ["swarm", "--json", "--peers", "many"],
+    ],
+    ids=" ".join,
+)
+def test_an_error_is_json_for_a_command_that_prints_json(words: list[str], starling: Said) -> None:
+    code, out, err = starling(*words)
+    said = json.loads(out)
+    assert code in (1, 2) and said["code"] == code and err == f"starling: {said['error']}\n"
+    assert (said.keys() == {"code", "error"}) == (words[0] != "doctor") and said.get("findings", []) == []
+
+
+def test_lines_of_join_are_reports_only(starling: Said) -> None:
+    starling.refused("join", "--json", "--hours", "someday")

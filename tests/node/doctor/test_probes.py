@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from node.cli import doctor
 from node.cli.app import main
 from node.config.peer_sources import load_peer
 from node.doctor import machine_probes
@@ -137,6 +139,24 @@ def test_file_is_no_state_directory(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.startswith(f"starling: {tmp_path / 'file'} is no directory: ")
 
 
+def test_json_has_what_was_found_before_the_peer_went_away(
+    here: StateDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = {"check": "storage", "level": "ok", "text": "all is well", "cure": ""}
+    answers = iter([{"ok": True, "number": 1, "over": False, "findings": [finding]}])
+
+    async def answer(*_: object, **__: object) -> dict[str, Any]:
+        if found := next(answers, None):
+            return found
+        raise ControlUnavailable("no peer runs there")
+
+    monkeypatch.setattr(doctor, "ask", answer)
+    monkeypatch.setattr(doctor, "POLL_SECONDS", 0.0)
+    assert main(["doctor", "--json", "--state-dir", str(here.path)]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"findings": [finding], "code": 1, "error": "no peer runs there"}
+
+
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 
@@ -217,8 +237,8 @@ async def test_examination_is_begun_once_and_polled(tmp_path: Path) -> None:
             raise ValueError("the peer is starting: ask again in a few seconds")
         return SlowExamination(CONFIG, tmp_path)
 
-    async with DoctorService(begin) as doctor:
-        command: Any = partial(carry_out, finish=None, pauses=None, limits=None, swarm=None, doctor=doctor.ask)
+    async with DoctorService(begin) as examiner:
+        command: Any = partial(carry_out, finish=None, pauses=None, limits=None, swarm=None, doctor=examiner.ask)
         async with ControlServer(tmp_path, lambda: STATUS, command):
 
             async def asks(number: int | None, address: str = "") -> dict[str, Any]:
@@ -233,7 +253,7 @@ async def test_examination_is_begun_once_and_polled(tmp_path: Path) -> None:
             joined = await asks(None, "x" * (MAX_REQUEST_BYTES // 2))
             assert (joined["number"], joined["over"]) == (1, False) and joined["findings"][0]["check"] == "first"
             SlowExamination.go.set()
-            await until(lambda: doctor.ask(1, "")["over"], 5)
+            await until(lambda: examiner.ask(1, "")["over"], 5)
             assert [each["cure"] for each in (await asks(1))["findings"]] == ["", "mend it"]
             SlowExamination.go.clear()
             assert (await asks(None))["number"] == 2 and not (await asks(1))["ok"]
@@ -241,4 +261,4 @@ async def test_examination_is_begun_once_and_polled(tmp_path: Path) -> None:
             for wrong in ({"number": "1", "address": ""}, {"number": 1}, {"number": None, "address": 3}):
                 with pytest.raises(ControlUnavailable, match="another version"):
                     await ask(tmp_path, "doctor", now() + 5, **wrong)
-    assert len(given) == 3 and doctor.ask(2, "")["over"]
+    assert len(given) == 3 and examiner.ask(2, "")["over"]
