@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Awaitable, Callable, Sequence
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import TypeAlias
 
 from node.direct.messages import MIN_PORT
 from node.doctor.network import DialBackReport, scope_of
 from node.membership.hello import BOOTSTRAP_METHOD, PortResult, PortsProbed, ProbedPort, ProbePorts
-from node.network.address_scope import Scope
+from node.network.address_scope import Scope, canonical
 from node.reporting.status import printable
 from protocols import wire
 from protocols.aio import loop_time
@@ -25,9 +25,10 @@ from protocols.peers.estimates import RecentDict
 DIAL_SECONDS = 5.0
 BANNER_SECONDS = 2.0  # of these, after a port has accepted: libp2p speaks first, the data plane does not
 ASK_SECONDS = DIAL_SECONDS + 3.0
-PAUSE_SECONDS = 60.0  # between two requests of one peer
+PAUSE_SECONDS = 60.0
+PEER_REQUESTS = 3  # of one peer in that time: once more after each port that its user has opened
+HOST_REQUESTS = 4  # of all peers at one host, or in one /64 of IPv6: identities cost nothing, nor do addresses there
 AT_ONCE = 4
-HOST_REQUESTS = 4  # in one pause, of all peers at one host: identities cost nothing
 MAX_REMEMBERED = 1024
 BANNER = b"\x13/multistream/1.0.0\n"
 
@@ -40,12 +41,17 @@ class PortProber:
     def __init__(self, host_of: Callable[[PeerId], str | None], connect: Connect = asyncio.open_connection) -> None:
         """`host_of` is the IP address at the other end of the libp2p connection to a peer; None for a relay's."""
         self._host_of, self._connect = host_of, connect
-        self._asked: RecentDict[PeerId, float] = RecentDict(MAX_REMEMBERED)
+        self._by_peer: RecentDict[PeerId, tuple[float, ...]] = RecentDict(MAX_REMEMBERED)
         self._by_host: RecentDict[str, tuple[float, ...]] = RecentDict(MAX_REMEMBERED)
         self._running = 0
 
     async def probe(self, peer: PeerId, request: ProbePorts) -> PortsProbed:
-        host = self._host_of(peer) or ""
+        seen = self._host_of(peer)
+        host = canonical(seen or "")
+        if seen is None:
+            return PortsProbed("", "it is connected through a relay", ())
+        if scope_of(host) is Scope.NOWHERE or (host != seen and scope_of(host) is Scope.MACHINE):
+            return PortsProbed("", f"it is connected from {seen:.80}, which is not dialled", ())
         if why := self._refusal(peer, host, request.ports):
             return PortsProbed("", why, ())
         self._running += 1
@@ -57,16 +63,18 @@ class PortProber:
 
     def _refusal(self, peer: PeerId, host: str, ports: Sequence[int]) -> str:
         now = loop_time()
-        if not host or scope_of(host) is Scope.NOWHERE:
-            return "it is connected through a relay"
         if not ports or min(ports) < MIN_PORT:
             return f"only ports from {MIN_PORT} on are dialled"
         if self._running >= AT_ONCE:
             return "it helps too many others now"
-        recent = tuple(each for each in self._by_host.get(host, ()) if now - each < PAUSE_SECONDS)
-        if now - self._asked.get(peer, float("-inf")) < PAUSE_SECONDS or len(recent) >= HOST_REQUESTS:
-            return "it was asked less than a minute ago"
-        self._asked[peer], self._by_host[host] = now, (*recent, now)
+        block = str(ip_network(f"{host}/64", strict=False)) if ":" in host else host
+        of_peer, of_host = (
+            tuple(each for each in before if now - each < PAUSE_SECONDS)
+            for before in (self._by_peer.get(peer, ()), self._by_host.get(block, ()))
+        )
+        if len(of_peer) >= PEER_REQUESTS or len(of_host) >= HOST_REQUESTS:
+            return "it was asked too often in the last minute"
+        self._by_peer[peer], self._by_host[block] = (*of_peer, now), (*of_host, now)
         return ""
 
     async def _dial(self, host: str, port: int) -> ProbedPort:

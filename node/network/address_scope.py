@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 _PRIVATE = tuple(map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")))
 """RFC 1918, 6598 and 4193: networks of homes, companies, providers and container engines."""
 
+
+_LOCAL_NAMES = {"lan", "local", "internal", "home", "localdomain"}
+"""Names that routers, mDNS, clouds and container engines give (RFC 6762, 8375, ICANN's `internal`)."""
+
+_NUMERIC = re.compile(r"\d+|0x[\da-f]*")
 
 _AT_RELAY = re.compile(r"/p2p/(\w+)/p2p-circuit")
 
@@ -22,18 +27,46 @@ class Scope(IntEnum):
 
 
 def scope(address: str) -> Scope:
-    """The scope of a multiaddr, or of the relay in it. A name without a dot counts as local to its network."""
+    """The scope of a multiaddr, or of the relay in it. A name that the world's DNS does not have is of the network."""
     kind, _, host = address.removeprefix("/").partition("/")
     host = host.partition("/")[0].partition("%")[0]
     if kind.startswith("dns") and host:
-        return Scope.MACHINE if host == "localhost" else Scope.ANYWHERE if "." in host else Scope.NETWORK
+        return _scope_of_name(host.lower().rstrip("."))
+    number = _number(host if kind in ("ip4", "ip6") else "")
+    return _scope_of_number(number) if number else Scope.NOWHERE
+
+
+def canonical(host: str) -> str:
+    """An IP address as it is written usually: an IPv4 address that is mapped into IPv6 as itself. Else ""."""
+    number = _number(host)
+    return str(number) if number else ""
+
+
+def _number(host: str) -> IPv4Address | IPv6Address | None:
     try:
-        number = ip_address(host if kind in ("ip4", "ip6") else "")
+        number = ip_address(host)
     except ValueError:
+        return None
+    return getattr(number, "ipv4_mapped", None) or number
+
+
+def _scope_of_name(name: str) -> Scope:
+    if number := _number(name):  # resolvers take a name that is an address as that address
+        return _scope_of_number(number)
+    labels = name.split(".")
+    if labels[-1] == "localhost":
+        return Scope.MACHINE
+    if _NUMERIC.fullmatch(labels[-1]):  # some resolvers read 127.1 and 0x7f000001 as addresses
         return Scope.NOWHERE
+    is_local = len(labels) == 1 or labels[-1] in _LOCAL_NAMES or labels[-2:] == ["home", "arpa"]
+    return Scope.NETWORK if is_local else Scope.ANYWHERE
+
+
+def _scope_of_number(number: IPv4Address | IPv6Address) -> Scope:
     if number.is_loopback:
         return Scope.MACHINE
-    if number.is_unspecified or number.is_link_local or number.is_multicast:
+    is_reserved = number.version == 4 and number.is_reserved  # with the broadcast address
+    if number.is_unspecified or number.is_link_local or number.is_multicast or is_reserved:
         return Scope.NOWHERE
     return Scope.NETWORK if any(number in each for each in _PRIVATE) else Scope.ANYWHERE
 

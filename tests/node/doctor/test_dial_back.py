@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.doctor.dial_back import AT_ONCE, BANNER, DIAL_SECONDS, HOST_REQUESTS, PAUSE_SECONDS, PortProber, ask_dial_back
+from node.doctor.dial_back import (
+    AT_ONCE,
+    BANNER,
+    DIAL_SECONDS,
+    HOST_REQUESTS,
+    PAUSE_SECONDS,
+    PEER_REQUESTS,
+    PortProber,
+    ask_dial_back,
+)
 from node.joining.bootstrap import BootstrapServer, RunInfo
 from node.membership.hello import PortResult, PortsProbed, ProbedPort, ProbePorts
 from protocols.base import PeerId
@@ -27,6 +36,11 @@ HOSTS: dict[str, str | None] = {
     "near": "192.168.1.5",
     "relayed": None,
     "odd": "0.0.0.0",
+    "all": "255.255.255.255",
+    "mapped": "::ffff:84.23.1.9",
+    "mapped loopback": "::ffff:127.0.0.1",
+    "link": "fe80::1%eth0",
+    "link of 4": "169.254.169.254",
 }
 
 
@@ -103,7 +117,10 @@ def test_a_helper_never_dials_a_third_host_nor_much(requests: list[tuple[str, li
             asked.append(task)
             await asyncio.sleep(0.001)
             fresh = network.dialled[before:]
-            assert all(host == HOSTS[peer] and port in ports and port >= 1024 for host, port in fresh)
+            assert all(
+                host == (HOSTS[peer] or "").removeprefix("::ffff:") and port in ports and port >= 1024
+                for host, port in fresh
+            )
             assert len(fresh) <= 4
             await asyncio.sleep(pause)
         for each in asked:
@@ -114,11 +131,11 @@ def test_a_helper_never_dials_a_third_host_nor_much(requests: list[tuple[str, li
 
     run_on_virtual_time(play(), limit_seconds=1e6)
     assert network.most_open <= 4 * AT_ONCE and network.open == 0
-    assert not {host for host, _ in network.dialled} & {None, "0.0.0.0"}
+    assert {host for host, _ in network.dialled} <= {"84.23.1.9", "2a01:4f8::1", "192.168.1.5"}
 
 
 @on_virtual_time
-async def test_one_request_a_minute_for_a_peer_and_few_for_a_host() -> None:
+async def test_few_requests_a_minute_for_a_peer_and_for_a_host() -> None:
     network = Network()
     helper = prober(network)
 
@@ -126,13 +143,25 @@ async def test_one_request_a_minute_for_a_peer_and_few_for_a_host() -> None:
         return (await helper.probe(peer, ProbePorts(ports))).why
 
     assert await asks("relayed", 4001) == await asks("unknown", 4001) == "it is connected through a relay"
+    for odd in ("odd", "all", "mapped loopback", "link", "link of 4"):
+        assert await asks(odd, 4001) == f"it is connected from {HOSTS[odd]}, which is not dialled"
     assert "from 1024" in await asks("asker") and "from 1024" in await asks("asker", 4001, 22)
     assert not network.dialled
-    assert not await asks("asker", 4001)
-    assert "less than a minute ago" in await asks("asker", 4001) and not await asks("neighbour", 4001)
+    assert [await asks("asker", 4001) for _ in range(PEER_REQUESTS)] == [""] * PEER_REQUESTS
+    assert "too often" in await asks("asker", 4001)
+    assert not await asks("mapped", 4001) and "too often" in await asks("neighbour", 4001), "of the same host"
     await asyncio.sleep(PAUSE_SECONDS)
     assert not await asks("asker", 4001)
-    assert len(network.dialled) == 3
+    assert network.dialled == [("84.23.1.9", 4001)] * 5
+
+
+@on_virtual_time
+async def test_addresses_of_one_network_of_ipv6_are_one_host() -> None:
+    network = Network()
+    helper = PortProber(lambda peer: f"2a01:4f8:0:{peer}", network.connect)
+    answers = [(await helper.probe(f"1::{number}", ProbePorts((4001,)))).why for number in range(HOST_REQUESTS + 1)]
+    assert answers[:-1] == [""] * HOST_REQUESTS and "too often" in answers[-1]
+    assert not (await helper.probe("2::1", ProbePorts((4001,)))).why
 
 
 @on_virtual_time
@@ -175,8 +204,10 @@ async def test_real_ports_are_dialled_at_the_askers_host(make: TransportMaker) -
         asker.direct_port: PortResult.OPEN,
         another: PortResult.REFUSED,
     }
+    for _ in range(PEER_REQUESTS - 1):
+        assert (await ask_dial_back(asker, helper.me, "helper", (libp2p,))).ports
     again = await ask_dial_back(asker, helper.me, "helper", (libp2p,))
-    assert again.why == "it was asked less than a minute ago" and not again.ports
+    assert again.why == "it was asked too often in the last minute" and not again.ports
 
 
 @pytest.mark.real

@@ -99,6 +99,15 @@ def test_known_relays_are_public_and_readable_by_p2pd() -> None:
     bad = [
         *(f"/ip4/8.8.8.8/tcp/1/p2p/{each}" for each in (me, a[:-1], f"{a}x", f"Qm{a[8:]}")),
         *(f"/ip4/{each}/p2p/{c}" for each in ("10.0.0.1/tcp/1", "8.8.8/tcp/1", "2001:db9::1/tcp/1", "8.8.8.8/tcp/0")),
+        *(
+            f"/{each}/tcp/1/p2p/{c}"
+            for each in (
+                *("dns4/127.0.0.1", "dns4/169.254.169.254", "dns/10.0.0.1", "dns6/::1", "dns6/::ffff:127.0.0.1"),
+                *("dns/router.lan", "dns/Printer.LOCAL.", "dns4/metadata.google.internal", "dns/nas.home.arpa"),
+                *("dns/x.localhost", "dns/127.1", "dns/0x7f000001", "dns/1.0x1", "dns/router", "ip6/::ffff:10.0.0.1"),
+                *("ip4/255.255.255.255", "ip4/240.0.0.1", "ip4/0.0.0.0"),
+            )
+        ),
         *(f"/ip4/8.8.8.8/{each}/p2p/{c}" for each in ("tcp/65536", "udp/1/quic-v1", "tcp/1/ws", "tcp/٣", "tcp/1,x")),
         f"/ip4/8.8.8.8/tcp/2/p2p/{a}",  # a third one of this peer
         f"/ip4/8.8.4.4/tcp/1/p2p/{behind}",
