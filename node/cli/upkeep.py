@@ -12,6 +12,7 @@ import typer
 
 from node.cli import options
 from node.cli.remote import CommandError, PeerUnreachable
+from node.config.peer_config import SETTINGS
 from node.config.peer_sources import PREFIX, load_peer
 from node.machine.service import Service, service
 from node.network.sockets import dead_socket_directories
@@ -67,13 +68,19 @@ def install(
     ] = None,
 ) -> int:
     """Write the service's file, and print the commands that start it. It starts nothing."""
-    place, directory = _service(), (state_dir or _only_state_dir()).absolute()
+    try:
+        here = Path.cwd()
+    except OSError as error:
+        raise CommandError(
+            f"the present directory cannot be used ({error.strerror}): go to the one in which the peer shall run"
+        ) from None
+    place, directory = _service(), here / (state_dir or _only_state_dir())
     if not holds_run(directory):
         raise CommandError(f"{directory} holds no run to continue: join once by hand first, then install the service")
     _check_join_options(ctx, join_options or (), directory)
     try:
         command = (*restart_words(), "join", "--state-dir", str(directory), *(join_options or ()))
-        content = place.content(command, Path.cwd())
+        content = place.content(command, here)
         if place.file.exists() and place.file.read_bytes() != content:
             raise CommandError(f"{place.file} has other content: look at it, then `{typed('service remove')}`")
         place.file.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +89,8 @@ def install(
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"{error.filename} cannot be written ({error.strerror}): free space, or see to it") from None
-    if unused := sorted(name for name in os.environ if name.startswith(PREFIX) and name != _STATE_DIR):
+    ours = {f"{PREFIX}{key.upper()}" for key in SETTINGS} - {_STATE_DIR}
+    if unused := sorted(ours & os.environ.keys()):
         print(f"{', '.join(unused)}: of this shell only, the service will not have that: give options instead")
     print("\n".join((f"wrote {place.file}: nothing is started yet. Start it with", *place.start)))
     return 0

@@ -55,6 +55,10 @@ class Service:
             raise ValueError(f"{odd[:80]!r} cannot stand in the file of a service: it is not one line of text")
         if self.file.suffix == ".plist":
             return _job(command, directory)
+        if "$" in command[0]:
+            raise ValueError(f"systemd starts no program with a $ in its path ({command[0]}): install it elsewhere")
+        if str(directory) != str(directory).rstrip(" \\"):
+            raise ValueError(f"systemd cannot run in '{directory}', which ends in a space or backslash: use another")
         words = " ".join(map(_quoted, command))
         return _UNIT.format(command=words, directory=str(directory).replace("%", "%%")).encode()
 

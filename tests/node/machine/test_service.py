@@ -40,6 +40,10 @@ def test_words_of_a_unit_reach_the_peer_unchanged() -> None:
         in unit
     )
     assert "WorkingDirectory=/srv/100%%\n" in unit
+    for program, directory in (("/opt/$x/starling", "/"), ("/opt/starling", "/srv/a\\"), ("/opt/starling", "/srv/a ")):
+        with pytest.raises(ValueError, match=r"^systemd .*: (use another|install it elsewhere)$"):
+            UNIT.content((program, "join"), Path(directory))
+        assert JOB.content((program, "join"), Path(directory))
     with pytest.raises(ValueError, match="not one line of text"):
         UNIT.content(("/opt/starling", "join", "--nickname", "a\nExecStop=/bin/false"), Path("/"))
 
@@ -89,6 +93,25 @@ def test_service_that_could_not_run_is_refused(
     assert main(["service", "install", *words]) == 2
     said = capsys.readouterr().err
     assert line in said and said.count("\n") == 1 and not (home / "config").exists()
+
+
+def test_settings_of_the_shell_are_named_and_no_others(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NODE_EXTRA_CA_CERTS", "NODE_NICKNAME", "NODE_ENV"):
+        monkeypatch.setenv(name, "x")
+    assert main(["service", "install"]) == 0
+    assert capsys.readouterr().out.startswith("NODE_NICKNAME: of this shell only")
+
+
+def test_service_needs_a_directory_to_run_in(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "gone").mkdir()
+    monkeypatch.chdir(home / "gone")
+    (home / "gone").rmdir()
+    assert main(["service", "install"]) == 2
+    assert capsys.readouterr().err.startswith("starling: the present directory cannot be used (No such file")
 
 
 def test_without_systemd_a_line_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
