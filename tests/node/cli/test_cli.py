@@ -479,13 +479,12 @@ def test_several_local_peers_require_a_choice(join: Join, own_home: Path) -> Non
     assert json.loads(starling("status", "--json", "--state-dir", str(own_home / "peer-2")).stdout)["round"] == 1
 
 
-@pytest.mark.parametrize("more", [[], ["--json"]])
 @pytest.mark.parametrize(
     "answer, words",
     [(DaemonError("no p2pd"), "no p2pd"), (OSError("no room"), "no room"), ({"loss": math.nan}, "cannot be read")],
 )
 def test_failed_status_query_gives_one_line_error(
-    answer: object, more: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answer: object, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def remote_status(address: str) -> object:
         if isinstance(answer, Exception):
@@ -499,7 +498,7 @@ def test_failed_status_query_gives_one_line_error(
         fake = ModuleType(f"node.session.{name}")
         vars(fake).update(content)
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    assert words in one_line(here(capsys, "status", "--bootstrap", ADDRESS, *more), 1)
+    assert words in one_line(here(capsys, "status", "--bootstrap", ADDRESS), 1)
 
 
 def state_of(peer: FakeJoin) -> str:
