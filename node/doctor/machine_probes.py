@@ -92,6 +92,8 @@ def _storage(directory: Path) -> Storage:
 
 def _bytes(directory: Path) -> float:
     total, files = 0.0, 0
+    if directory.is_symlink():  # which `clean` does not follow
+        return total
     for where, _, names in os.walk(directory):
         for name in names:
             with suppress(OSError):  # removed meanwhile

@@ -28,6 +28,8 @@ from node.runtime.identity import create
 from node.runtime.listening import listen
 from node.runtime.locks import hold
 from node.session.examination import DoctorService, Examination, ExaminationAlone
+from node.session.fatal import FatalPeerError
+from node.session.peer import Peer
 from node.session.processes import carry_out
 from node.storage.statedir import StateDir
 from node.ui.control import MAX_REQUEST_BYTES, ControlServer, ControlUnavailable, ask
@@ -182,6 +184,10 @@ async def test_taken_port_is_named_and_the_rest_examined(tmp_path: Path) -> None
         config = load_peer({"listen": [f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"], "nat": False}, {}, None)
         told: list[Finding] = []
         assert await ExaminationAlone(config, tmp_path, "", False).run(told.append)
+        view: Any = SimpleNamespace(say=lambda _: None)
+        with pytest.raises(FatalPeerError, match="is in use by another program") as refused:
+            await Peer(config, None, StateDir.open(tmp_path / "peer"), view).run()
+    assert refused.value.code == 1, "a service tries again"
     failed = [each for each in told if each.level is Level.FAIL]
     assert [each.check for each in failed] == ["listen"] and "is in use by another program" in failed[0].text
     assert {"programs", "storage", "identity", "hardware", "run"} <= {each.check for each in told}
