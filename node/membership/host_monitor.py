@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from node.network.address_scope import Scope, scope, undialled
+from node.network.address_scope import has_moved, undialled
 from protocols.base import Clock
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class TimeJump:
     seconds: float
     line: str = ""
     anew: bool = False  # this peer has to greet all peers again
+    doubtful: bool = True  # connections may be dead
 
 
 class SuspendDetector:
@@ -52,10 +53,6 @@ class SuspendDetector:
         if late >= ASLEEP_SECONDS:
             return TimeJump(late, f"this peer was stopped for {_long(late)}: {_ANEW}", anew=True)
         return TimeJump(late) if late > STOPPED_SECONDS else None
-
-
-def _own(addresses: Iterable[str]) -> set[str]:
-    return {each for each in addresses if scope(each) == Scope.NETWORK}
 
 
 _ANEW = "it greets all peers again, and suspects none of them for that time"
@@ -117,11 +114,10 @@ class HostMonitor:
         self._known = here or before  # while p2pd is down there are none
         if not here or here == before:
             return None
-        if (not before or _own(before) == _own(here)) and (undialled(before) or undialled(here)):
-            # libp2p has replaced the public addresses by those at relays, or these have changed
+        if undialled({*before, *here}) and not has_moved(before or here, here):
             line = "" if self._undialled else undialled(here)
             self._undialled = self._undialled or bool(line)
-            return TimeJump(0.0, line, anew=bool(before))
+            return TimeJump(0.0, line, anew=bool(before), doubtful=False)
         if not before:
             return None
         now = ", ".join(sorted(here)[:2])

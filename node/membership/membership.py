@@ -21,6 +21,7 @@ from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, Loc
 from node.membership.hello import HELLO, MAX_INTRODUCED, Hello, HelloRejected, PeerAddress, Welcome, sound
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import MAX_FAILURES, PeerRecord, PeerTable
+from node.network.address_scope import has_moved
 from node.outer import sketch as sketches
 from node.outer.activity import Activity
 from node.outer.sketch import Sketch
@@ -208,7 +209,7 @@ class Membership:
             gap = self.host_monitor.tick(now, TICK_SECONDS, self._offsets)
             for contact in self._contacts:
                 if gap and gap.anew:
-                    contact.recheck(now)
+                    contact.recheck(now, gap.doubtful)
                 elif contact.task is None:
                     self._wake(contact, now)
                 elif contact.watching is None or contact.handshake_at is None:  # a dial has a deadline of its own
@@ -367,8 +368,8 @@ class Membership:
         before, contact.hello = contact.hello, hello
         gone = set(before.addresses if before else ()) - set(hello.addresses)  # addresses that it no longer announces
         contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
-        if before is not None and before.nonce == hello.nonce and set(before.addresses) != set(hello.addresses):
-            # its addresses changed: the present connection may be dead
+        if before is not None and before.nonce == hello.nonce and has_moved(before.addresses, hello.addresses):
+            # the present connection may be dead
             contact.recheck(asyncio.get_running_loop().time())
         if before is not None and before.nonce != hello.nonce:
             contact.broke_rules = False

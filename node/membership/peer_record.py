@@ -107,11 +107,14 @@ class PeerRecord:
         known = self.hello
         return known is not None and hello.nonce != known.nonce and hello.member.incarnation <= known.member.incarnation
 
-    def recheck(self, now: float) -> None:
-        """Ignore the silence so far and greet the peer again: this machine slept, or one of the two moved."""
+    def recheck(self, now: float, doubtful: bool = True) -> None:
+        """Ignore the silence so far and greet the peer again. Its connection is in doubt if this machine slept, or one
+        of the two moved.
+        """
         self.detector.slept(now)
-        self.stale = self.hello is not None
-        self.end_watch()
+        self.stale = self.hello is not None and (doubtful or self.stale)
+        if doubtful or not self.live or self.handshake_at is not None:  # else it is being greeted already
+            self.end_watch()
         self.retry_now.set()
 
     def is_doubtful(self) -> bool:

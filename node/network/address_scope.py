@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
@@ -95,6 +95,16 @@ def undialled(addresses: Iterable[str]) -> str:
         "a fixed port of the router to this machine (--listen /ip4/0.0.0.0/tcp/4001), and announce its public address "
         "(--announce)"
     )
+
+
+def has_moved(before: Collection[str], now: Collection[str]) -> bool:
+    """Whether a machine whose addresses differ may have moved, so that its connections are in doubt. It has not if
+    only those at relays differ, or public ones that libp2p replaces by them. To close a connection to a relay costs the
+    place there.
+    """
+    own = [{each for each in addresses if scope(each) == Scope.NETWORK} for addresses in (before, now)]
+    same = own[0] == own[1] and (undialled(before) or undialled(now))
+    return not same and set(before) != set(now)
 
 
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:

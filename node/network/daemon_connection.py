@@ -50,6 +50,7 @@ class DaemonConnection:
         self.peers: dict[PeerId, str] = {}
         self.gone = asyncio.Event()  # p2pd has ended; the client is not closed yet
         self.places = PlacesAtRelays(())
+        self._lost_places = False
         self.is_renewed = False  # p2pd was ended to be started again
         self.daemon = daemon
         self._control = control
@@ -119,7 +120,7 @@ class DaemonConnection:
                 async with asyncio.timeout(_PROBE_SECONDS):
                     await self._look()
                 missed = 0
-                if self.places.are_lost(self.addresses, self.peers):
+                if self._lost_places:
                     log.info("p2pd %d has lost its places at relays: it is started again", self.daemon.pid)
                     self.is_renewed = True
                     return await self.daemon.kill()
@@ -136,6 +137,7 @@ class DaemonConnection:
         others = await self._request(type=p2pd_pb2.Request.LIST_PEERS)
         found = ((PeerID(each.id).to_base58(), _text(each.addrs[0])) for each in others.peers if each.addrs)
         self.peers = {peer: address for peer, address in found if address}
+        self._lost_places = self.places.are_lost(self.addresses, self.peers)
 
     async def _request(self, **request: Any) -> Any:
         response, _, writer = await self._ask(**request)

@@ -147,6 +147,24 @@ async def test_peer_that_none_can_dial_says_so_once(swarm: MembershipSwarm) -> N
 
 
 @on_virtual_time
+async def test_place_at_a_relay_does_not_close_the_connection_to_it(swarm: MembershipSwarm) -> None:
+    """The relay's p2pd runs, its node not yet. Without the connection the place is lost, for an hour."""
+    await versions_when_quiet(swarm, "ab")
+    private = swarm.addresses["b"]
+    swarm.network.block("a", "b")
+    await until(lambda: swarm.sees("a") == ["a"] and swarm.sees("b") == ["b"], 60.0)
+    await asyncio.sleep(60.0)
+    swarm.dropped.clear()
+    swarm.addresses["b"] = (*private, "/ip4/8.8.8.8/tcp/1/p2p/12D3KooWRelay/p2p-circuit")
+    await asyncio.sleep(30.0)
+    assert not swarm.dropped
+    swarm.network.heal("a", "b")
+    await until(lambda: swarm.sees("a") == swarm.sees("b") == ["a", "b"], 30.0)
+    await asyncio.sleep(3.0)
+    assert not swarm.dropped and swarm.contacts("a")["b"].addresses == swarm.addresses["b"]
+
+
+@on_virtual_time
 async def test_unresponsive_connection_is_dropped_once_per_outage(swarm: MembershipSwarm) -> None:
     await versions_when_quiet(swarm, "ab")
     swarm.network.block("a", "b")
