@@ -245,6 +245,10 @@ class Peer:
         if self._scripts:
             from node.training.script import ScriptTrainer
 
+            if not self._scripts.has_owner:  # a script that has started this peer attaches by itself
+                self._say(
+                    f"waiting for a script: Swarm.join(model, optimizer, attach={str(self._scripts.state_dir)!r})"
+                )
             waiting = partial(self._tracker.set_state, "waiting")
             return ScriptTrainer(spec, self._processes.compute, self._scripts, waiting)
         spec = replace(spec, record=self._state.data)

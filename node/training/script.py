@@ -230,7 +230,8 @@ class ScriptEntrance:
 
     def __init__(self, state_dir: Path, on_end: Callable[[str], None]) -> None:
         """`on_end` is called when the script that has started this peer is gone."""
-        self._file, self._on_end = state_dir / FILE, on_end
+        self.state_dir, self._on_end = state_dir.absolute(), on_end
+        self._file, self.has_owner = self.state_dir / FILE, False  # a script that has started this peer
         self._exit = AsyncExitStack()
         self._wanted: asyncio.Future[WorkerProcess] | None = None
         self._layout: Layout | None = None
@@ -249,6 +250,7 @@ class ScriptEntrance:
         accepting = asyncio.create_task(self._accept(), name="own loop")
         self._exit.callback(accepting.cancel)
         if leash := os.environ.pop(LEASH, ""):
+            self.has_owner = True
             await self._hold(socket.socket(fileno=int(leash)))
         return self
 
@@ -259,7 +261,7 @@ class ScriptEntrance:
         """Tell the script where this peer's state is, and watch for its end."""
         leash.set_inheritable(False)
         reader, writer = await asyncio.open_unix_connection(sock=leash)
-        writer.write(json.dumps({"state_dir": str(self._file.parent.absolute())}).encode() + b"\n")
+        writer.write(json.dumps({"state_dir": str(self.state_dir)}).encode() + b"\n")
 
         async def watch() -> None:
             with suppress(OSError):

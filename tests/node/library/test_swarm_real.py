@@ -140,6 +140,7 @@ def test_scripts_and_a_task_agree_through_kills_and_stops(tmp_path: Path) -> Non
 
         # A peer that a script attaches to: it stays without the script.
         c = swarm.peer("c").start("--bootstrap", a.address, "--own-loop", threads=False)
+        wait("it says how", lambda: f"attach='{c.directory}'" in c.said(), 20)
         attached = Script(swarm, "c", {"NODE_ATTACH": str(c.directory)})
         wait("three are in one mean", lambda: c.meet() and swarm.all_in_one_mean([a, b.peer, c]), START_SECONDS)
         killed = attached.strike(signal.SIGKILL)
