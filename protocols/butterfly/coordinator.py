@@ -107,14 +107,18 @@ class RoundCoordinator:
         """Members whose links to a reducer are known to be broken, if without them too few are here to vote on a mean:
         a vote needs its parts.
         """
-        head, bounds, here = self._round.head, resolved.plan.bounds, self._here()
-        is_settled = len(here) == len(head.roster) and not self._round.roster_changes()
-        if not head.complaints or is_settled:  # no SKIP would help; and a member may complain of links that hold
+        head, bounds = self._round.head, resolved.plan.bounds
+        if not head.complaints or self._is_settled(resolved):  # a member may complain of links that hold
             return set()
         reducers = {resolved.reducer(part) for part in range(len(bounds) - 1) if bounds[part] < bounds[part + 1]}
         links = planning.broken(head.complaints, head.key.round)
         apart = {peer for link in links for peer in link if link - {peer} <= reducers}
-        return apart if len(here - apart) < self._vote.tally.quorum else set()
+        return apart if len(self._here() - apart) < self._vote.tally.quorum else set()
+
+    def _is_settled(self, resolved: ResolvedPlan) -> bool:
+        """Whether the whole roster was there when the round was called, and stays: a SKIP would change nothing."""
+        absent = {member.peer for member in self._round.head.roster} - {*resolved.peers} - {*self._vote.resting.peers()}
+        return not absent and not self._round.roster_changes()
 
     def _here(self) -> set[PeerId]:
         live = set(self._round.host.members.live())
