@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -93,14 +93,14 @@ class PlacesAtRelays:
     """Notices that p2pd has lost its places at relays. go-libp2p does not ask a relay again for an hour."""
 
     def __init__(self, relays: Sequence[str]) -> None:
-        self._relays = {each.rpartition("/p2p/")[2] for each in relays}
-        self._had = False
+        self.relays = {each.rpartition("/p2p/")[2] for each in relays}
+        self._had = self.are_lost = False
 
-    def are_lost(self, addresses: Iterable[str], peers: Container[PeerId]) -> bool:
-        """Whether p2pd, with these addresses and connected peers, had a place, has none, and could have one again."""
+    def look(self, addresses: Iterable[str]) -> None:
+        """p2pd has these addresses now."""
         has = any(_CIRCUIT in each for each in addresses)
         self._had = self._had or has
-        return self._had and not has and any(each in peers for each in self._relays)
+        self.are_lost = self._had and not has
 
 
 def arguments(
@@ -162,8 +162,12 @@ def with_ports(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
     return tuple(fixed(address) for address in listen)
 
 
-async def start_daemon(command_arguments: Sequence[str]) -> ChildProcess:
-    """Run p2pd until its control socket listens, within 20 seconds; else raise `DaemonError`."""
+async def start_daemon(command_arguments: Sequence[str], keeps_port: bool = True) -> ChildProcess:
+    """Run p2pd until its control socket listens, within 20 seconds; else raise `DaemonError`.
+
+    `keeps_port`: it dials from the port that it listens on, so that others see where it may be dialled. Without, its
+    dials never cross those of peers that dial it there.
+    """
     ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def on_line(line: str | None) -> None:
@@ -173,6 +177,8 @@ async def start_daemon(command_arguments: Sequence[str]) -> ChildProcess:
             ready.set_result(line is not None)
 
     environment = {"GOLOG_LOG_LEVEL": "error", "GOGC": os.environ.get("GOGC", _GOGC)}
+    if not keeps_port:
+        environment["LIBP2P_TCP_REUSEPORT"] = "false"
     child = await ChildProcess.start("p2pd", (str(binary()), *command_arguments), on_line, environment)
     try:
         async with asyncio.timeout(_START_SECONDS):

@@ -36,6 +36,7 @@ _ATTACH_SECONDS = 10.0
 _PROBE_EVERY_SECONDS = 2.0
 _PROBE_SECONDS = 3.0
 _PROBES = 2
+_HOP, _HOP_SECONDS = "/libp2p/circuit/relay/0.2.0/hop", 1
 
 IncomingHandler = Callable[[PeerId, str, asyncio.StreamReader, asyncio.StreamWriter], None]
 """Called with each stream that a peer has opened, and the peer's multiaddr. It must not block."""
@@ -50,22 +51,27 @@ class DaemonConnection:
         self.peers: dict[PeerId, str] = {}
         self.gone = asyncio.Event()  # p2pd has ended; the client is not closed yet
         self.places = PlacesAtRelays(())
-        self._lost_places = False
         self.is_renewed = False  # p2pd was ended to be started again
         self.daemon = daemon
         self._control = control
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], control: Path, me: PeerId, incoming: IncomingHandler, relays: Sequence[str] = ()
+        cls,
+        command: Sequence[str],
+        control: Path,
+        me: PeerId,
+        incoming: IncomingHandler,
+        relays: Sequence[str] = (),
+        keeps_port: bool = True,
     ) -> Self:
-        """Start p2pd, which uses these relays. Streams that peers open go to `incoming`.
+        """Start p2pd, which uses these relays (`start_daemon`). Streams that peers open go to `incoming`.
 
         Raises `DaemonError`, or one of `LINK_ERRORS`.
         """
         with suppress(FileNotFoundError):
             os.unlink(control)  # a killed daemon leaves its socket behind
-        link = cls(await start_daemon(command), control)
+        link = cls(await start_daemon(command, keeps_port), control)
         link.places = PlacesAtRelays(relays)
         try:
             async with asyncio.timeout(_ATTACH_SECONDS):
@@ -120,7 +126,7 @@ class DaemonConnection:
                 async with asyncio.timeout(_PROBE_SECONDS):
                     await self._look()
                 missed = 0
-                if self._lost_places:
+                if self.places.are_lost and await self._gives_places():
                     log.info("p2pd %d has lost its places at relays: it is started again", self.daemon.pid)
                     self.is_renewed = True
                     return await self.daemon.kill()
@@ -128,6 +134,17 @@ class DaemonConnection:
                 missed += 1
         log.warning("p2pd %d does not answer and is killed", self.daemon.pid)
         await self.daemon.kill()
+
+    async def _gives_places(self) -> bool:
+        """Whether a connected relay gives places now, which it does once it has found that others can dial it."""
+        for relay in self.places.relays & self.peers.keys():
+            with suppress(P2PDaemonError):  # the protocol is not served
+                target = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(relay), proto=[_HOP], timeout=_HOP_SECONDS)
+                await self._request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
+                log.debug("relay %s gives places", relay)
+                return True
+            log.debug("relay %s gives no places yet", relay)
+        return False
 
     async def _look(self) -> None:
         mine = await self._request(type=p2pd_pb2.Request.IDENTIFY)
@@ -137,7 +154,7 @@ class DaemonConnection:
         others = await self._request(type=p2pd_pb2.Request.LIST_PEERS)
         found = ((PeerID(each.id).to_base58(), _text(each.addrs[0])) for each in others.peers if each.addrs)
         self.peers = {peer: address for peer, address in found if address}
-        self._lost_places = self.places.are_lost(self.addresses, self.peers)
+        self.places.look(self.addresses)
 
     async def _request(self, **request: Any) -> Any:
         response, _, writer = await self._ask(**request)

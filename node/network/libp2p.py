@@ -5,7 +5,7 @@ each failure to open a stream, except a missed deadline, is definite.
 
 With the option `nat`, peers behind routers reach each other through a peer that both can dial: p2pd finds out by itself
 that a peer cannot be dialled, and reserves a place at one of the `relays` within half a minute (tests/faults/pairs.py).
-That p2pd maps ports is libp2p's claim, and untested. Its hole punching does not work with so few peers.
+It also asks the router for a port. Its hole punching does not work with so few peers.
 """
 
 from __future__ import annotations
@@ -321,11 +321,12 @@ class LibP2PTransport:
     def _unserved(self, listen: Sequence[str], link: DaemonConnection) -> tuple[str, ...]:
         return () if self._announce else missing(listen, link.addresses)
 
-    async def _launch(self, listen: Sequence[str], more: Sequence[str] = ()) -> DaemonConnection:
+    async def _launch(self, listen: Sequence[str], private: bool = False) -> DaemonConnection:
         control = self._directory / "control"
         identity, announce = self._identity.path, self._announce
-        command = [*arguments(control, identity, listen, announce, self._nat, self._relay, self._relays), *more]
-        self._link = await DaemonConnection.start(command, control, self.me, self._incoming, self._relays)
+        command = arguments(control, identity, listen, announce, self._nat, self._relay, self._relays)
+        command += PRIVATE if private else ()
+        self._link = await DaemonConnection.start(command, control, self.me, self._incoming, self._relays, not private)
         return self._link
 
     async def _close_link(self) -> None:
@@ -346,13 +347,13 @@ class LibP2PTransport:
             if not link.is_renewed:
                 log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
             await self._close_link()
-            link = await self._relaunch(PRIVATE if link.is_renewed else ())
+            link = await self._relaunch(private=link.is_renewed)
             await self._redial(link)
             self.restarts += 1
             self._up.set()
 
-    async def _relaunch(self, more: Sequence[str]) -> DaemonConnection:
-        """Launch p2pd, with `more` arguments. After a few failures, give up the old port, which may be taken."""
+    async def _relaunch(self, private: bool) -> DaemonConnection:
+        """After a few failures, give up the old port, which may be taken."""
         attempt = 0
         while True:
             await asyncio.sleep(_BACKOFF_SECONDS[min(self._starts_in_a_row, len(_BACKOFF_SECONDS) - 1)])
@@ -360,7 +361,7 @@ class LibP2PTransport:
             attempt += 1
             try:
                 listen = self.listening if attempt <= _KEPT_PORT_ATTEMPTS else self._wanted_listen
-                return await self._launch(listen, more)
+                return await self._launch(listen, private)
             except (DaemonError, *LINK_ERRORS) as error:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 

@@ -124,13 +124,14 @@ def test_known_relays_are_public_and_readable_by_p2pd() -> None:
     assert not any("trusted" in each for each in arguments(Path("/c"), Path("/i"), [], nat=True))
 
 
-def test_places_at_relays_are_lost_once_one_could_be_had_again() -> None:
+def test_places_at_relays_are_lost_only_by_a_peer_that_had_one() -> None:
     relay, circuit = peer_id_of(bytes(32)), f"/ip4/8.8.8.8/tcp/1/p2p/{peer_id_of(bytes(32))}/p2p-circuit"
     places = PlacesAtRelays([f"/ip4/8.8.8.8/tcp/1/p2p/{relay}"])
-    assert not places.are_lost([], {relay}), "it never had one: others may be able to dial this peer"
-    assert not places.are_lost([circuit], {relay})
-    assert not places.are_lost(["/ip4/10.0.0.1/tcp/1"], {"another"}), "the relay is away"
-    assert places.are_lost(["/ip4/10.0.0.1/tcp/1"], {relay})
+    found = []
+    for addresses in ([], [circuit], ["/ip4/10.0.0.1/tcp/1"], [circuit]):
+        places.look(addresses)
+        found.append(places.are_lost)
+    assert found == [False, False, True, False] and places.relays == {relay}
 
 
 def test_open_ports_are_filled_in_from_found_addresses() -> None:
