@@ -36,7 +36,8 @@ _ATTACH_SECONDS = 10.0
 _PROBE_EVERY_SECONDS = 2.0
 _PROBE_SECONDS = 3.0
 _PROBES = 2
-_HOP, _HOP_SECONDS = "/libp2p/circuit/relay/0.2.0/hop", 1
+_PLACES = "/libp2p/circuit/relay/0.2.0/hop"
+"""The protocol by which a relay gives places, once it has found that others can dial it."""
 
 IncomingHandler = Callable[[PeerId, str, asyncio.StreamReader, asyncio.StreamWriter], None]
 """Called with each stream that a peer has opened, and the peer's multiaddr. It must not block."""
@@ -136,15 +137,18 @@ class DaemonConnection:
         await self.daemon.kill()
 
     async def _gives_places(self) -> bool:
-        """Whether a connected relay gives places now, which it does once it has found that others can dial it."""
-        for relay in self.places.relays & self.peers.keys():
-            with suppress(P2PDaemonError):  # the protocol is not served
-                target = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(relay), proto=[_HOP], timeout=_HOP_SECONDS)
+        """Whether a connected relay gives places now."""
+        relays = self.places.relays & self.peers.keys()
+        return any(await asyncio.gather(*map(self._serves_places, relays)))
+
+    async def _serves_places(self, relay: PeerId) -> bool:
+        target = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(relay), proto=[_PLACES], timeout=1)
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
                 await self._request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
-                log.debug("relay %s gives places", relay)
-                return True
-            log.debug("relay %s gives no places yet", relay)
-        return False
+        except LINK_ERRORS:
+            return False
+        return True
 
     async def _look(self) -> None:
         mine = await self._request(type=p2pd_pb2.Request.IDENTIFY)
