@@ -44,14 +44,15 @@ _HIVEMIND_OWN_ADVICE = '    averaging_timeout=10.0,\n    averager_opts={"request
 class Script:
     """A process with a script; `lines` are those of its standard output, each with the time at which it came."""
 
-    def __init__(self, home: Path, name: str, *command: str) -> None:
+    def __init__(self, home: Path, name: str, *command: str, inside: Sequence[str] = ()) -> None:
+        """`inside`: a prefix of the command that keeps the process id."""
         self.name, self.directory, self._log = name, home / name, home / f"{name}.log"
         given = {key: value for key, value in os.environ.items() if not key.startswith("NODE_")}
         own = {"NODE_LISTEN": "/ip4/127.0.0.1/tcp/0", "NODE_NAT": "false", "NODE_STATE_DIR": str(self.directory)}
         root = str(Path(__file__).parents[1])
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *command],
+                [*inside, sys.executable, *command],
                 env=given | own | {"PYTHONPATH": root, "PYTHONWARNINGS": "ignore"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -136,8 +137,8 @@ def scripts() -> Iterator[Callable[..., Script]]:
     started: list[Script] = []
     with tempfile.TemporaryDirectory() as folder:
 
-        def start(name: str, *command: str) -> Script:
-            started.append(Script(Path(folder), name, *command))
+        def start(name: str, *command: str, inside: Sequence[str] = ()) -> Script:
+            started.append(Script(Path(folder), name, *command, inside=inside))
             return started[-1]
 
         try:
