@@ -40,6 +40,7 @@ from benchmarks.averaging_setup import Setup
 from benchmarks.shaped import delayed
 from protocols.sync.snapshot import buffer_bytes
 from tests.faults.network import Namespaces, Place, why_not
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 
 CASES = {"one": 1, "line": 1, "three": 3}
@@ -168,4 +169,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.downloading", cure=""))

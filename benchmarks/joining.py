@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.lasting import decided, lengths
 from tests.faults.network import Namespaces, why_not
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.checkers import Report
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
@@ -188,4 +189,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.joining", cure=""))

@@ -31,6 +31,7 @@ import psutil
 from node.config.manifest import Manifest, unseal
 from node.runtime.identity import verify
 from tests.faults.network import Namespaces
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import RealPeer, wait
@@ -228,4 +229,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.real_pipeline", cure=""))

@@ -40,6 +40,7 @@ from node.runtime import identity
 from protocols.base import CHUNK_BYTES
 from tests.faults.homes import Homes, Router
 from tests.faults.network import Namespaces, Place, why_not
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 
 HOME, OTHER, CHANGING = 1, 2, 3
@@ -157,4 +158,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.routes", cure=""))

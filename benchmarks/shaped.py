@@ -35,6 +35,7 @@ from benchmarks.averaging_setup import Setup
 from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER
 from tests.faults.network import Namespaces, Place, why_not
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 
 MEGABIT = 1_000_000
@@ -229,4 +230,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.shaped", cure=""))

@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 from benchmarks.own_loop import Script, scripts
 from node.tasks.recipe import Recipe
 from tests.faults.network import Namespaces, Place, why_not
-from tests.sim.arguments import Parser, at_least_one
+from tests.faults.shell import from_shell
+from tests.sim.arguments import Parser, at_least_one, positive
 from tests.support.real_swarm import RealPeer, RealSwarm, wait
 
 PEERS = 2
@@ -364,9 +365,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     loss, share = cases.add_parser("loss"), cases.add_parser("utilisation")
     loss.add_argument("--links", type=megabits, help="Mbit/s (default 10,50,200)")
     loss.add_argument("--arms", type=arms, help=f"default {','.join(ARMS)}")
-    loss.add_argument("--loss", type=float, help="nats per byte that all must have (default 1.9)")
+    loss.add_argument("--loss", type=positive, help="nats per byte that all must have (default 1.9)")
     loss.add_argument("--inner-steps", type=at_least_one, default=64, help="H (default %(default)s)")
-    loss.add_argument("--seconds", type=float, default=400.0, help="longest time of a play (default %(default)s)")
+    loss.add_argument("--seconds", type=positive, default=400.0, help="longest time of a play (default %(default)s)")
     share.add_argument("--links", type=megabits, help="Mbit/s (default 10,50,200,1000)")
     share.add_argument("--arms", type=arms, default=own, help="default %(default)s")
     share.add_argument("--inner-steps", type=several, help="each H (default 8,32,128)")
@@ -376,9 +377,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         each.add_argument("--json", type=Path, help="append what is measured to this file")
         each.add_argument("--plot", type=Path, help="write a PNG")
     options = parser.parse_args(arguments)
+    for name in options.arms or ():
+        if why := missing(ARMS[name]):
+            parser.error(f"--arms: {name}: {why}: `make bench-peers` installs the systems to compare with")
     fill(options)
     if options.case == "utilisation" and not all(is_ours(ARMS[name]) for name in options.arms):
         parser.error(f"utilisation is of Starling only: --arms is some of {own}")
+    if why := why_not():
+        parser.error(why)
     return options
 
 
@@ -395,8 +401,9 @@ def fill(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
-    if why := why_not():
-        raise SystemExit(f"python -m benchmarks.time_to_loss: {why}")
+    for path in filter(None, (options.json, options.plot)):  # an hour later it would be too late
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
     if options.case == "loss":
         print(f"two peers, {PRESET}, until both have had a held-out loss of {options.loss:g} nats per byte", flush=True)
     rows = []
@@ -418,4 +425,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.time_to_loss", cure=""))

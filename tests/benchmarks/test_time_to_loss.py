@@ -48,6 +48,8 @@ def test_tables_show_each_figure_at_its_link_and_why_one_is_absent() -> None:
         ("loss --links 0", "each link has 0.1 to 10000 Mbit/s"),
         ("loss --arms plain-int8,dpp", "'dpp' is not one of ddp,"),
         ("utilisation --arms ddp", "utilisation is of Starling only"),
+        ("loss --loss 0", "'0' is not a number above 0"),
+        ("loss --seconds nan", "'nan' is not a number above 0"),
         ("utilisation --inner-steps 8,0", "'0' is not a whole number of at least 1"),
     ],
 )

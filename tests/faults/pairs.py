@@ -138,4 +138,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(from_shell(main, PROGRAM))
+    sys.exit(from_shell(main, PROGRAM, cure=""))

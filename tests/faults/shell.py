@@ -9,7 +9,11 @@ from collections.abc import Callable
 PROGRAM = "python -m tests.faults"
 
 
-def from_shell(command: Callable[[], int], program: str = PROGRAM) -> int:
+def from_shell(
+    command: Callable[[], int], program: str = PROGRAM, cure: str = "give another directory by --dir"
+) -> int:
+    """`cure` is said where a file cannot be written."""
+
     def stop(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; a second signal must not interrupt it
         sys.exit(128 + number)
@@ -22,5 +26,5 @@ def from_shell(command: Callable[[], int], program: str = PROGRAM) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        print(f"{program}: {error}: give another directory by --dir", file=sys.stderr)
+        print(f"{program}: {error}{cure and f': {cure}'}", file=sys.stderr)
         return 2
