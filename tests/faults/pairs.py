@@ -84,6 +84,7 @@ def _measured(founder: RealPeer, a: RealPeer, b: RealPeer, rounds: int) -> dict[
     return {
         "meet_seconds": round(moment - since, 1),
         "means_of_three": sum({*each["peers"]} == everyone for each in later()),
+        "outcomes": [f"{each['outcome']} {len(each['peers'])}" for each in later()],
         "round_seconds": [round(each["time"] - began(each), 2) for each in later()],
     }
 
