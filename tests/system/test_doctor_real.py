@@ -41,7 +41,7 @@ ROUTERS = {
 
 @pytest.mark.long
 def test_doctor_says_what_each_router_lets_in(tmp_path: Path) -> None:
-    """Peers at home, each with the only public peer as its helper; and the founder, whose helpers are at home."""
+    """Peers at home, helped by the only public peer, maybe another at home, too; and the founder, helped by those."""
     if reason := why_not():
         pytest.skip(reason)
     with Homes() as network:
@@ -61,7 +61,7 @@ def test_doctor_says_what_each_router_lets_in(tmp_path: Path) -> None:
                 code, found = examined(swarm[name], tmp_path)
                 said = found["outside"]
                 assert code in (0, 1) and said["level"] == level, said
-                assert said["text"].startswith(f"{begins}founder ") and ends in said["text"], said
+                assert said["text"].startswith(begins) and "founder" in said["text"] and ends in said["text"], said
                 assert ("forward tcp 4001 and " in said["cure"]) == (level == "warn"), said
             _, found = examined(founder, tmp_path)
             assert found["outside"]["text"].startswith("open from outside: ")
