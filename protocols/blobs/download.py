@@ -194,8 +194,8 @@ class BlobDownload(ABC):
                 busy += wait_seconds > 0
             if failures < self.attempts:
                 await asyncio.sleep(wait_seconds)
-            while self._ready and not self.complete and not await self._more(rate):
-                pass
+            while self._ready and not self.complete and loop_time() < self._until and not await self._more(rate):
+                pass  # past the deadline `_more` returns at once, and would never let the event loop run
 
     async def _take(self, stream: Stream, rate: HolderRate) -> float:
         """Request chunks on one stream until none are left. Returns how long to wait if the holder is busy; else 0."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -98,3 +100,22 @@ async def test_holder_of_another_part_is_refused(swarm: SimSwarm) -> None:
     )
     assert not await download.run(lambda: ["liar"], now() + 1000.0)
     assert errors == ["liar: chunk 7 of a part with another digest than its index has"] and now() < 1.0
+
+
+@simulated(SimSwarm)
+async def test_idle_holder_does_not_outlast_the_deadline(swarm: SimSwarm) -> None:
+    """One of three has nothing to send, as the others were asked for the only chunk, at a few bytes a second."""
+    me, part = swarm.join("me"), ReducedPart(codec("fp32"), 0, CHUNK, CHUNK)
+    part.codec.encode(torch.zeros(CHUNK), part.chunk(0))
+    part.masks = [1]
+    part.seal([part.digest_of(0, 1)])
+    assert part.result
+    for name in ("slow", "slower", "idle"):
+        PartCache(swarm.join(name, 20.0)).put(b"l" * 32, part)
+    empty = ReducedPart(codec("fp32"), 0, CHUNK, CHUNK)
+    download = PartDownload(me, RoundAccounting(), wanted=part.result, part=empty, silence_seconds=1000.0)
+    asking = swarm.spawn("me", download.run(lambda: ["slow", "slower", "idle"], now() + 1000.0))
+    await asyncio.sleep(60.0)
+    download._until = now() + 1.0  # a deadline that one holder's task notices before the download does
+    await asyncio.sleep(60.0)
+    asking.cancel()
