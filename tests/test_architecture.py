@@ -37,7 +37,7 @@ ONLY_IN: dict[str, set[str]] = {
     | RANKS,
     "socket": LIBRARY
     | {"node/training/script.py", "node/training/process.py", "node/training/worker.py"}
-    | {f"node/direct/{name}.py" for name in ("connection", "handshake", "inbound", "punch")}
+    | {f"node/direct/{name}.py" for name in ("connection", "handshake", "inbound", "pacing", "punch")}
     | {"node/page/server.py", "node/runtime/child_process.py", "node/runtime/listening.py"}
     | FORKS
     | RANKS,

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 
+from node.direct.pacing import LOOK_SECONDS, Pacer
 from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordError, RecordOpener, RecordSealer
 from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
@@ -75,6 +76,9 @@ class DirectConnection:
         self._plain = (0, 0)  # range of `_in` with opened data that was not read yet
         self._stretch = {False: 0, True: 0}
         self._watch = self._loop.call_later(SILENCE_SECONDS / 4, self._look)
+        self._pacer = Pacer(sock)
+        self._pacing: asyncio.TimerHandle | None = None
+        self._writing = False
 
     @property
     def local(self) -> tuple[str, int]:
@@ -157,6 +161,8 @@ class DirectConnection:
             return
         self.closed = True
         self._watch.cancel()
+        if self._pacing:
+            self._pacing.cancel()
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         with suppress(OSError):
@@ -181,7 +187,21 @@ class DirectConnection:
         if is_silent(self._socket):
             self._failed(TimeoutError())
 
+    def _pace(self) -> None:
+        more = self._pacer.look(self._loop.time()) or self._writing
+        self._pacing = self._loop.call_later(LOOK_SECONDS, self._pace) if more else None
+
     async def _write_record(self, data: memoryview) -> None:
+        if not self._pacing and not self.closed:
+            self._pacer.begin(self._loop.time())
+            self._pacing = self._loop.call_later(LOOK_SECONDS, self._pace)
+        self._writing = True
+        try:
+            await self._send_record(data)
+        finally:
+            self._writing = False
+
+    async def _send_record(self, data: memoryview) -> None:
         if not self._out:
             self._out = memoryview(bytearray(RECORD_BYTES + OVERHEAD_BYTES))
         self._require_open()

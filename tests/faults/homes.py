@@ -77,6 +77,16 @@ class Homes(Namespaces):
             router = Router.PORT_KEEPING
         return self._inside(box, f"{name}-host", "192.168.1", _HOST, router)
 
+    def plain(self, name: str) -> Place:
+        """A host behind a router that translates nothing. What it sends over a slow line waits in the router.
+
+        In a place of `add` it waits in the host's own kernel, which then lets each connection queue little.
+        """
+        box, number = self.add(name), len(self.places)
+        host = self._inside(box.namespace, f"{name}-host", f"192.52.{number}", _HOST, None)
+        run("ip", "-n", self._router, "route", "add", f"192.52.{number}.0/24", "via", box.address)
+        return host
+
     @contextmanager
     def gives_ports(self, name: str, directory: Path, grants: bool = True) -> Iterator[None]:
         """The router of this home listens to UPnP and NAT-PMP, inside the context; it may refuse what hosts ask for.
@@ -99,7 +109,7 @@ class Homes(Namespaces):
             process.terminate()
             process.wait(10)
 
-    def _inside(self, gateway: str, name: str, net: str, number: int, router: Router) -> Place:
+    def _inside(self, gateway: str, name: str, net: str, number: int, router: Router | None) -> Place:
         """A new namespace behind this one, which becomes its router."""
         place = Place(name, f"{self._router}-{name}", 0, f"{net}.{number}")
         run("ip", "netns", "add", place.namespace)
@@ -116,6 +126,7 @@ class Homes(Namespaces):
         )
         run("ip", "-n", gateway, "-batch", "-", given=outside)
         run("ip", "-n", place.namespace, "-batch", "-", given=within)
-        run("ip", "netns", "exec", gateway, "iptables-restore", "-w", "5", given=rules(router, place.address))
+        if router:
+            run("ip", "netns", "exec", gateway, "iptables-restore", "-w", "5", given=rules(router, place.address))
         forwards(gateway)
         return place

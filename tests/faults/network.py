@@ -27,7 +27,6 @@ from typing import Self, TypeVar
 COMMAND_SECONDS = 10.0
 MOST_PLACES = 250
 QUEUE_MILLISECONDS = 200
-"""Packets that wait longer for a slow line are dropped, as by a home router."""
 BURST_SECONDS = 0.02
 LEAST_BURST_BYTES = 3_200
 """Two frames; a burst below one frame would block the line."""
@@ -59,8 +58,11 @@ class Loss:
 
 @dataclass(frozen=True, eq=False)
 class Slowness:
+    """Packets that wait longer for the line than the queue's length are dropped, as by a router."""
+
     name: str
     bits_per_second: int
+    queue_milliseconds: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,21 +96,22 @@ def table(faults: Iterable[Fault], addresses: Mapping[str, str]) -> str:
     return "\n".join(["*filter", ":FORWARD ACCEPT", *(f"-A FORWARD {rule}" for rule in rules), "COMMIT", ""])
 
 
-def rates(faults: Iterable[Fault]) -> dict[str, int]:
-    """Peer -> bits per second of its line, if it is slowed; the lowest of several faults counts."""
-    found: dict[str, int] = {}
+def slowed(faults: Iterable[Fault]) -> dict[str, Slowness]:
+    """Peer -> what slows its line; the slowest of several faults counts."""
+    found: dict[str, Slowness] = {}
     for fault in faults:
         if isinstance(fault, Slowness):
-            found[fault.name] = min(fault.bits_per_second, found.get(fault.name, fault.bits_per_second))
+            found[fault.name] = min(fault, found.get(fault.name, fault), key=lambda each: each.bits_per_second)
     return found
 
 
-def shaping(device: str, bits_per_second: int | None) -> str:
+def shaping(device: str, slowness: Slowness | None) -> str:
     """The `tc -batch` command that limits what one end of a line sends; None removes the limit."""
-    if bits_per_second is None:
+    if slowness is None:
         return f"qdisc delete dev {device} root\n"
-    burst = max(LEAST_BURST_BYTES, int(bits_per_second / 8 * BURST_SECONDS))
-    limits = f"rate {bits_per_second}bit burst {burst} latency {QUEUE_MILLISECONDS}ms"
+    bits = slowness.bits_per_second
+    burst = max(LEAST_BURST_BYTES, int(bits / 8 * BURST_SECONDS))
+    limits = f"rate {bits}bit burst {burst} latency {slowness.queue_milliseconds}ms"
     return f"qdisc replace dev {device} root tbf {limits}\n"
 
 
@@ -231,11 +234,11 @@ class Namespaces:
             raise ValueError(f"{share} is no share of packets to lose")
         return self._strike(Loss(name, share))
 
-    def slow(self, name: str, bits_per_second: int) -> Slowness:
+    def slow(self, name: str, bits_per_second: int, queue_milliseconds: int = QUEUE_MILLISECONDS) -> Slowness:
         self._known([name])
         if bits_per_second < 8:
             raise ValueError(f"{bits_per_second} bits per second is no line")
-        return self._strike(Slowness(name, bits_per_second))
+        return self._strike(Slowness(name, bits_per_second, queue_milliseconds))
 
     def block(self, name: str, port: int, *, refuse: bool) -> Firewall:
         """Let no TCP connection from or to this port pass a peer's line: drop its packets, or reset it."""
@@ -279,7 +282,7 @@ class Namespaces:
                 for place in self.places.values():
                     run("ip", "-n", place.namespace, "link", "set", "dev", "line", *frames.split())
             run("ip", "netns", "exec", self._router, "iptables-restore", "-w", "5", given=rules)
-        before, after = rates(self._faults), rates(faults)
+        before, after = slowed(self._faults), slowed(faults)
         changed = [self.places[name] for name in before | after if before.get(name) != after.get(name)]
         for place in changed:
             run("tc", "-n", place.namespace, "-batch", "-", given=shaping("line", after.get(place.name)))

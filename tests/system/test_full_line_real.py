@@ -1,0 +1,22 @@
+"""Real peers whose lines a round's data fills: heartbeats and votes pass, and no live peer is taken for lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.full_line import play
+from node.membership.failure_detector import FLOOR_SECONDS
+from tests.faults.network import why_not
+
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(600)]
+
+
+def test_full_lines_with_long_queues_lose_nobody() -> None:
+    """Ten megabits a second, in queues of a second, as of many home routers. TCP alone fills them."""
+    if reason := why_not():
+        pytest.skip(reason)
+    row = play(1000, "cubic", rounds=4, joins=False)
+    assert row["averaging"]["mean"] > 20, row  # the data did fill the lines
+    assert row["lost"] == row["other"] == 0, row
+    assert row["heartbeat"]["worst"] < FLOOR_SECONDS and row["heartbeat"]["mean"] < FLOOR_SECONDS / 4, row
+    assert row["vote"]["worst"] < FLOOR_SECONDS and not row["status"]["failed"], row
