@@ -185,6 +185,7 @@ class Settings:
     quorum: Callable[[int], int] | None = None  # votes that decide, by the roster's size; None: a majority
     fork_peers: int = 1  # least number of members that may fork when the majority is gone; 0 forbids forks
     robust: str = "mean"  # how reducers average (`protocols.vectors.robust`); equal at all peers of a run
+    overlaps: bool = False  # training goes on while a round averages; equal at all peers of a run
     schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 
     def upload_bandwidth(self) -> float:
@@ -376,9 +377,12 @@ class AveragingSession(Protocol):
 class Averager(Protocol):
     me: Member
 
-    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[AveragingSession]:
+    def enter(
+        self, head: Head, deadline: Deadline, since: float | None = None
+    ) -> AbstractAsyncContextManager[AveragingSession]:
         """Take part in the round that extends `head`. Other peers may call the round as soon as this is entered. A
-        peer outside the roster asks for admission and learns what the roster decides, but does not vote.
+        peer outside the roster asks for admission and learns what the roster decides, but does not vote. `since` is
+        when it began to train for the round, by default now.
         """
 
 
@@ -442,11 +446,15 @@ class Trainer(Protocol):
     """Computes the inner steps between two rounds. In a node it is a worker process."""
 
     layout: Layout
+    resets: int
+    """How often the local parameters were set back to the anchor because what computed them died."""
 
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         """Train from the present parameters until `cut` is set, which is checked after every inner step.
+
+        A round before the one that was trained for last is complete: its mean was on its way when that began.
 
         `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
         round's inner steps are complete, and at each growth by a tenth. Without `surplus`, no step follows the complete

@@ -212,6 +212,7 @@ def protocol_settings(
         keep_rounds=KEEP_ROUNDS,
         fork_peers=config.fork_peers,
         robust=config.robust,
+        overlaps=config.recipe.overlap is not None,
         schedule=config.schedule,
     )
 

@@ -51,7 +51,7 @@ class RoundResult:
     head: Head  # before the round
     mean: AveragingResult  # COMMITTED only if it was applied
     work: LocalProgress
-    seconds: Mapping[str, float]  # of the laps `train` and `average`
+    seconds: Mapping[str, float]  # of the laps `train` and `average`, and of the training in the latter, `flight`
     finite: bool = True  # every parameter after the outer step
     outcome: str = ""  # for the report, if it is not that of the mean
 
@@ -265,6 +265,7 @@ class OuterLoop(ABC):
     def _report(self, done: RoundResult) -> RoundReport:
         me, key, mean, anchor = self.me, done.head.key, done.mean, done.head.anchor.hex()
         trained_tokens, trained_seconds = self._trained.take()
+        flight_seconds = done.seconds.get("flight", 0.0)
         known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage
         counted = {p: (anchor if p in known else "", c.chunks_counted, c.chunks) for p, c in mean.contributions.items()}
         return RoundReport(
@@ -285,8 +286,9 @@ class OuterLoop(ABC):
             loss=done.work.loss,
             params_hash=self.state.index.parameters_root.hex(),
             seconds_train=trained_seconds,
-            seconds_wait=max(0.0, done.seconds["train"] - trained_seconds),
-            seconds_average=done.seconds["average"],
+            seconds_wait=max(0.0, done.seconds["train"] - (trained_seconds - flight_seconds)),
+            seconds_average=max(0.0, done.seconds["average"] - flight_seconds),
+            seconds_flight=flight_seconds,
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,
             time=self._wall(),

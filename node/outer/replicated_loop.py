@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
 from node.outer.error_feedback import ErrorFeedback
+from node.outer.flight import Flight
 from node.outer.outer_loop import CATCH_UP_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult, diverged
 from node.outer.state import OuterState, pseudo_gradient
 from node.reporting.report import LapTimer, RoundReport
@@ -56,12 +59,16 @@ class ReplicatedOuterLoop(OuterLoop):
         feedback: ErrorFeedback | None = None,
         snapshots: Snapshots | None = None,
         checkpoints: CheckpointManager | None = None,
+        overlaps: bool = False,
     ) -> None:
+        """With `overlaps`, training goes on while a round averages (`node.outer.flight`)."""
         me = averager.me
         super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
         self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(state.anchor), torch.empty_like(state.anchor)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
+        self._overlaps, self._average_seconds = overlaps, math.inf  # of the last decided round; at first not known
+        self._since: float | None = None  # when the flight began whose work the next round starts from
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
         """Restore from earlier incarnations, by lineage, the tokens of this peer's work that each round counted."""
@@ -125,7 +132,8 @@ class ReplicatedOuterLoop(OuterLoop):
         """A peer outside the head's roster observes, and asks to be admitted."""
         head, watch = self.chain.head, LapTimer()
         self._begin_round(head.key.lineage)
-        async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
+        since, self._since = self._since, None
+        async with self.averager.enter(head, watch.began + self._limit_seconds, since) as session:
             # alone, there is no other peer to wait for: train the same number of steps each round
             surplus = len(head.roster) > 1
             due = replace(head.key, round=self.chain.trained)
@@ -134,21 +142,43 @@ class ReplicatedOuterLoop(OuterLoop):
             self._show_progress("averaging", work)
             if diverged(work):  # start again from the anchor, and contribute nothing
                 await self.trainer.write(self.anchor)
+                work = replace(work, tokens=0, norm=0.0)
             await self.trainer.read(self._delta)
-            cost_bytes = 4 * len(self.anchor)
-            await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
-            sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
-            work = self._offered(work, head.state_root)
-            mean = await session.average([sent], work, [self._mean])
-            self._offer_again = lambda: None
+            async with self._flight(work, watch) as flight:
+                cost_bytes = 4 * len(self.anchor)
+                await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
+                sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
+                work = self._offered(work, head.state_root)
+                mean = await session.average([sent], work, [self._mean])
+                self._offer_again = lambda: None
+                if mean.outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
+                    self._average_seconds = watch.since_lap()
             watch.lap("average")
-        done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step=offers[:2] == [0, work.tokens])
+        one_step = offers[:2] == [0, work.tokens]
+        done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step, flight)
         # a round that ran into its limit must not raise it, nor one in which all members rested
         if mean.outcome is Outcome.COMMITTED and not self._rested:
             self._learn_limit(watch)
         return self._report(done)
 
-    async def _step(self, done: RoundResult, one_step: bool) -> RoundResult:
+    @asynccontextmanager
+    async def _flight(self, work: LocalProgress, watch: LapTimer) -> AsyncIterator[Flight]:
+        """Train on for the next round, if there is to be one, and averaging takes longer than a step.
+
+        Shorter flights would only make the round wait for their last steps.
+        """
+        head, flight, trained = self.chain.head, Flight(self.trainer, work), self._trained
+        ends = self.leaving or self.last_round or self.me not in head.roster
+        if not self._overlaps or ends or len(head.roster) == 1 or self._average_seconds < work.step_seconds:
+            yield flight
+            return
+        cut, seconds = asyncio.get_running_loop().time(), trained.seconds
+        following = replace(head.key, round=self.chain.trained + 1)
+        async with flight.run(following, lambda work: self._show_progress("averaging", work)):
+            yield flight
+        self._since, watch.seconds["flight"] = cut, trained.seconds - seconds
+
+    async def _step(self, done: RoundResult, one_step: bool, flight: Flight) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.
 
         `one_step`: the worker took only one step, so that the first offer was empty and the second covered all work.
@@ -170,32 +200,63 @@ class ReplicatedOuterLoop(OuterLoop):
         async with self._changes():
             self.chain.extend(certificate, record)
             if mean.outcome is Outcome.COMMITTED:
-                trained = self.chain.trained_at(head.key.lineage)
-                done = replace(done, finite=await self.state.step(self._mean, trained))
                 if self.feedback:
                     await self.feedback.conclude(me.peer, mean, self._delta)
-                await self._restart_training(mean, done.work, one_step)
+                trained = self.chain.trained_at(head.key.lineage)
+                keeps = self._keeps(mean, done.work, one_step)
+                if flight.has_flown:
+                    finite = await self._step_in_flight(trained, flight, keeps)
+                else:
+                    finite = await self.state.step(self._mean, trained)
+                    await self._restart_training(done.work.tokens if keeps else 0)
+                done = replace(done, finite=finite)
+                self._remember(mean, done.work.tokens)
             await self._settled()
         return replace(done, outcome="fork") if record.kind == Kind.FORK else done
 
-    async def _restart_training(self, mean: AveragingResult, work: LocalProgress, one_step: bool) -> None:
-        """Set the trainer to the new anchor.
+    def _keeps(self, mean: AveragingResult, work: LocalProgress, one_step: bool) -> bool:
+        """Whether this peer keeps the work that it has handed in, because the mean does not include it.
 
-        Work that the mean does not include is dropped: it goes in the direction that the others' mean went already, and
-        a peer that kept it would go there twice. There is one exception. A peer that was in its first inner step when
-        the round was called had nothing to offer: the plan lists it without weight, or not at all. It keeps that step.
+        Other such work is dropped: it goes in the direction that the others' mean went already, and a peer that kept it
+        would go there twice. A peer that was in its first inner step when the round was called had nothing to offer:
+        the plan lists it without weight, or not at all. It keeps that step.
         """
         me = self.me.peer
         weight = mean.weights.get(me)
         late = weight == 0 or (weight is None and one_step and me not in mean.peers)
-        if late and work.tokens > 0:
-            local = self._mean  # no longer needed: reused for the local parameters
-            await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), 12 * len(self.anchor))
-            await self.trainer.write(local, anchor=self.anchor, tokens=work.tokens)
-        else:
-            await self.trainer.write(self.anchor)
-        if me in mean.peers:
-            self._counted[self.chain.head.key.lineage] = work.tokens
+        return late and work.tokens > 0
+
+    async def _restart_training(self, kept_tokens: int) -> None:
+        """Set the trainer to the new anchor; with tokens that it keeps, less the work that was handed in."""
+        if not kept_tokens:
+            return await self.trainer.write(self.anchor)
+        local = self._mean  # no longer needed: reused for the local parameters
+        await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), 12 * len(self.anchor))
+        await self.trainer.write(local, anchor=self.anchor, tokens=kept_tokens)
+
+    async def _step_in_flight(self, trained: int, flight: Flight, keeps: bool) -> bool:
+        """Take the outer step, and shift the local parameters by it; whether all outer parameters are finite.
+
+        They keep the work of the flight; with `keeps`, what was handed in as well.
+        """
+        anchor, shift, cost_bytes = self.anchor, self._delta, 8 * len(self.anchor)
+        keeps |= flight.restarted
+        before = (lambda: torch.neg(anchor, out=shift)) if keeps else (lambda: shift.sub_(anchor))
+        await self._compute.run(before, cost_bytes)  # now, because the outer step changes the anchor in place
+        finite = await self.state.step(self._mean, trained)
+        tokens, local = flight.tokens(counted=not keeps), self._mean
+        await self.trainer.read(local)
+        if tokens <= 0 or not flight.holds():
+            await self.trainer.write(anchor)
+            return finite
+        await self._compute.run(lambda: local.add_(shift.add_(anchor)), 2 * cost_bytes)
+        await self.trainer.write(local, anchor=anchor, tokens=tokens)
+        return finite
+
+    def _remember(self, mean: AveragingResult, tokens: int) -> None:
+        """How much of this peer's work the round has counted, for the report of a switch of branch."""
+        if self.me.peer in mean.peers:
+            self._counted[self.chain.head.key.lineage] = tokens
             if len(self._counted) > KEEP_COUNTED:
                 del self._counted[next(iter(self._counted))]
 
@@ -209,6 +270,7 @@ class ReplicatedOuterLoop(OuterLoop):
         finds out.
         """
         head, watch = self.chain.head, LapTimer()
+        self._since = None  # what follows may be another round, or much later
         seconds = deadline - watch.began
         branch = await sync.better(watch.began + PROOF_SHARE * seconds)
         deadline = max(deadline, watch.began + watch.total() + (1 - PROOF_SHARE) * seconds)  # a long way takes longer

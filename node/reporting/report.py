@@ -53,7 +53,7 @@ class RoundReport:
     params_hash: str  # of the outer parameters after the round
     seconds_train: float
     seconds_wait: float  # in neither training nor averaging
-    seconds_average: float
+    seconds_average: float  # without the training meanwhile
     bytes_sent: int  # of rounds and of catching up, whether that succeeded or not
     bytes_received: int
     time: float  # when the round was over, since 1970 by this machine's clock
@@ -87,6 +87,7 @@ class RoundReport:
     stages: int = 1
     # With stages: time in which the worker computed microbatches; the rest of `seconds_train` it waited for others.
     seconds_compute: float = 0.0
+    seconds_flight: float = 0.0  # the part of `seconds_train` in which the round averaged
     microbatches: int = 0  # with stages: counted at this peer since the previous report
     abandoned: dict[str, int] = field(default_factory=dict)  # of a driver: why microbatches were abandoned -> how many
 
@@ -191,6 +192,9 @@ class LapTimer:
     def lap(self, name: str) -> None:
         now = self._loop.time()
         self.seconds[name], self._mark = now - self._mark, now
+
+    def since_lap(self) -> float:
+        return self._loop.time() - self._mark
 
     def total(self) -> float:
         return self._loop.time() - self.began

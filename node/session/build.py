@@ -299,6 +299,7 @@ def _outer_loop(
         wall=peer.clock.wall,
         feedback=not_sent,
         checkpoints=checkpoints,
+        overlaps=settings.overlaps,
     )
     return replicated, sync
 

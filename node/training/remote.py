@@ -60,7 +60,7 @@ class RemoteTrainer:
 
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
         self._on_given_up = on_given_up
-        self.restarts = 0
+        self.restarts = self.resets = 0
         self.last_failure = ""  # why the last worker that died or hung did so, in one line
         self._spec, self._compute = spec, compute
         self._worker: WorkerProcess | None = None
@@ -321,6 +321,7 @@ class RemoteTrainer:
         local, anchor = self._shared.local, self._shared.anchor
         await self._compute.run(lambda: local.copy_(anchor), 4 * len(anchor))
         self._unanswered, self._carried, self._notify_carried = None, 0, True
+        self.resets += 1
 
     # -- worker processes ---------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class _StageTrainer:
         self.layout = training.replica.layout
         self._training, self._admission = training, admission
         self._replica = training.replica
-        self._is_training = False
+        self._is_training, self.resets = False, 0
         self._gate = RestGate()
 
     def rest(self, resting: bool) -> None:

@@ -60,19 +60,23 @@ class LocalTraining:
         self.learner = learner
         self._inner_steps = inner_steps
         self.anchor = learner.vector.clone() if anchor is None else anchor
-        self._round, self._steps = -1, 0
+        self._round, self._steps, self._is_past = -1, 0, False
         self._step_seconds = 0.0
         self.reset(0)
 
     def begin(self, round_number: int) -> None:
-        """Start a round, or resume it. Work that a skipped round has left is kept."""
-        if round_number != self._round:
+        """Start a round, or resume it. Work that a skipped round has left is kept.
+
+        A round before the present one is complete: the present one was begun while its mean was on its way.
+        """
+        self._is_past = round_number < self._round
+        if round_number > self._round:
             self._round, self._steps = round_number, 0
         self._reported = 0
 
     @property
     def complete(self) -> bool:
-        return self._steps >= self._inner_steps
+        return self._is_past or self._steps >= self._inner_steps
 
     @property
     def steps_left(self) -> int:
@@ -138,7 +142,9 @@ class LocalTraining:
         self.reset(tokens)
 
     def reset(self, carried: int) -> None:
-        """The parameters were written, and contain `carried` tokens of work."""
+        """The parameters were written, and contain `carried` tokens of work. Without any, the round starts again."""
+        if not carried:
+            self._round, self._steps = -1, 0
         self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
         self._reported = 0
 

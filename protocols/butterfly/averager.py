@@ -60,7 +60,7 @@ class Butterfly:
         self._endpoint.serve(DATA, wire.Contribute, self._on_data)
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Round]:
+    async def enter(self, head: Head, deadline: Deadline, since: float | None = None) -> AsyncIterator[Round]:
         lineage, vote = head.key.lineage, self._vote_after(head)
         attempt = Round(
             endpoint=self._endpoint,
@@ -71,6 +71,7 @@ class Butterfly:
             vote=vote,
             bandwidth=self._claim.renewed(),
             deadline=deadline,
+            since=since,
         )
         coordinator = RoundCoordinator(attempt)
         self._forget(head.key)

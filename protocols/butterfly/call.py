@@ -101,13 +101,15 @@ class RoundStart:
         post: ControlChannel,
         bandwidth: float,
         deadline: Deadline,
+        since: float | None = None,
         resting: RestingMembers,
         changed: Notifier,
         present: Callable[[], Sequence[Member]],
         roster_changes: Callable[[], bool],
     ) -> None:
-        """`bandwidth` is this member's upload, bytes/s. `changed` is notified of every offer and plan. `present`
-        returns the members that are not gone, and `roster_changes` whether a record would change the roster.
+        """`bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`. `changed` is notified of every
+        offer and plan. `present` returns the members that are not gone, and `roster_changes` whether a record would
+        change the roster.
         """
         self.cut = asyncio.Event()
         self.resolved: planning.ResolvedPlan | None = None  # the latest plan; None before the call
@@ -119,7 +121,7 @@ class RoundStart:
         self._post, self._changed = post, changed
         self._key, self._roster, self._inputs = head.key, head.roster, inputs
         self._order = coordinators(head.key.lineage, head.roster)
-        self._began = loop_time()
+        self._began = loop_time() if since is None else since
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None

@@ -58,15 +58,16 @@ class Round:
         vote: RoundVote,
         bandwidth: float,
         deadline: Deadline,
+        since: float | None = None,
     ) -> None:
-        """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s."""
+        """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`."""
         self.host, self.me, self.post, self.accounting = endpoint.host, endpoint.me, post, endpoint.accounting
         self.head, self.vote, self.deadline = head, vote, deadline
         self.changed = Notifier()  # notified of every event of the round
         self.exchange: AllReduce | None = None  # the data phase of the latest plan
         self._format, self._part_cache = part_format, part_cache
         settings = endpoint.settings
-        self._elements = settings.elements[head.key.fragment]
+        self._elements, self._overlaps = settings.elements[head.key.fragment], settings.overlaps
         self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
         self._superseded = False
         self._running: asyncio.Task[None] | None = None
@@ -88,6 +89,7 @@ class Round:
             post=post,
             bandwidth=bandwidth,
             deadline=deadline,
+            since=since,
             resting=vote.resting,
             changed=self.changed,
             present=lambda: self._or_all(self._here()),
@@ -167,7 +169,8 @@ class Round:
         for peer in resolved.peers:
             if peer not in live and peer != self.me.peer:
                 exchange.lose(peer, "gone")
-        self._part_cache.gate.close(task.deadline)
+        if not self._overlaps:  # else training does not wait for the data, and others would wait for a long time
+            self._part_cache.gate.close(task.deadline)
         self._running = group.create_task(exchange.run())
 
     def _on_exchange(self, part: ReducedPart | None) -> None:

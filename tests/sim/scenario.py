@@ -41,6 +41,7 @@ class Scenario:
         pull: gamma of NoLoCo, by which gossip's peers then step and mix.
         stages: of a pipeline; peer i is in stage i mod `stages`. 1: no pipeline.
         batches: microbatches of an inner step, with more than one stage.
+        overlaps: whether peers train on while a round averages.
     """
 
     protocol: str = "butterfly"
@@ -62,6 +63,7 @@ class Scenario:
     pull: float | None = None
     stages: int = 1
     batches: int = 4
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
@@ -75,8 +77,8 @@ class Scenario:
             raise ValueError(f"{self.protocol} does not use the directory")
         if self.pull is not None and not (self.protocol == "gossip" and 0 < self.pull < MOST_PULL):
             raise ValueError(f"a pull is of gossip, above 0 and below {MOST_PULL:g}: {self.protocol}, {self.pull}")
-        if self.stages > 1 and self.protocol != "butterfly":
-            raise ValueError(f"stages average by the butterfly, not by {self.protocol}")
+        if self.protocol != "butterfly" and (self.stages > 1 or self.overlaps):
+            raise ValueError(f"stages and overlap are of the butterfly, not of {self.protocol}")
         if not 1 <= self.stages <= self.peers or self.batches < 1:
             raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
         strangers = (self.faults or Faults()).peers() - set(self.names())

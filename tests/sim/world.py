@@ -309,6 +309,7 @@ class World(SimSwarm):
             wall=host.clock.wall,
             feedback=feedback(codec(settings.codec), len(anchor), host.compute),
             snapshots=snapshots,
+            overlaps=self.scenario.overlaps,
         )
         return outer_loop, sync
 
@@ -331,6 +332,7 @@ class World(SimSwarm):
             chunk_elements=scenario.chunk_elements,
             bandwidth=scenario.uplinks[index],
             incarnation=transport.node.incarnation,
+            overlaps=scenario.overlaps,
         )
 
     # -- rounds and their reports -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ class InlineTrainer:
         self.layout = learner.layout
         self.local_training = LocalTraining(learner, inner_steps)
         self.step_seconds = step_seconds
+        self.resets = 0
         self._gate = RestGate()
 
     def rest(self, resting: bool) -> None:

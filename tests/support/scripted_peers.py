@@ -76,6 +76,7 @@ class Script:
 class Seen:
     head: Head
     limit_seconds: float
+    since: float | None = None
     offers: list[LocalProgress] = field(default_factory=list)
     brought: list[Vector] = field(init=False)
     work: LocalProgress = field(init=False)
@@ -100,9 +101,11 @@ class ScriptedAverager:
         self.seen: list[Seen] = []
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: float) -> AsyncIterator[ScriptedSession | ExchangeSession]:
+    async def enter(
+        self, head: Head, deadline: float, since: float | None = None
+    ) -> AsyncIterator[ScriptedSession | ExchangeSession]:
         loop, script = asyncio.get_running_loop(), self.scripts.pop(0)
-        seen = Seen(head, deadline - loop.time())
+        seen = Seen(head, deadline - loop.time(), since)
         assert seen.limit_seconds > 0
         self.seen.append(seen)
         session = script.session(seen)
@@ -160,7 +163,11 @@ class Peer:
     """An outer loop over a scripted averager; `rounds` runs all rounds of the script."""
 
     def __init__(
-        self, *scripts: Script, roster: tuple[Member, ...] = (ME, OTHER), outer: OuterSGD | None = None
+        self,
+        *scripts: Script,
+        roster: tuple[Member, ...] = (ME, OTHER),
+        outer: OuterSGD | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.averager, self.trainer = ScriptedAverager(*scripts), WatchedTrainer()
         self.chain = Chain(RUN, "run", roster, bytes(32))
@@ -171,6 +178,7 @@ class Peer:
             state=OuterState(torch.ones(ELEMENTS), self.outer, SimCompute()),
             trainer=self.trainer,
             wall=SimClock().wall,
+            overlaps=overlaps,
         )
 
     async def rounds(self) -> list[RoundReport]:

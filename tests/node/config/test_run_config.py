@@ -184,6 +184,9 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("[recipe]\nbetas = [0.9, 0.95, 1]", '"betas" in [recipe] must have at most 2 items'),
         ("[recipe]\nbetas = [0.9]", '"betas" in [recipe] has too few items'),
         ("[recipe]\nouter_momentum = 1", "outer_momentum must be in [0, 1), not 1.0"),
+        ("protocol = 'gossip'\n[recipe]\noverlap = 'keep'", "recipe.overlap is for butterfly, without stages: not for"),
+        ("stages = 2\n[recipe]\noverlap = 'keep'", "without stages: not for a run with stages"),
+        ("[recipe]\noverlap = 'eager'", '"overlap" in [recipe] must be '),
         ("[recipe]\nouter_pull = 0.3", "outer_pull is for gossip, whose pairs pull each other: not for butterfly"),
         (
             "protocol = 'gossip'\n[recipe]\nouter_pull = 1",
