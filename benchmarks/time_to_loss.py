@@ -79,6 +79,8 @@ ARMS: dict[str, Arm] = {
     "torchft": Arm("torchft's DiLoCo (gloo), float32", needs="torchft"),
     "plain-int8": Arm("Starling, plain DiLoCo, int8", {"codec": "int8"}),
     "plain-int4": Arm("Starling, plain DiLoCo, int4", {"codec": "int4"}),
+    "keep-int8": Arm("Starling, overlap keep, int8", {"codec": "int8"}, {"overlap": "keep"}),
+    "keep-int4": Arm("Starling, overlap keep, int4", {"codec": "int4"}, {"overlap": "keep"}),
 }
 QUICK_ARMS = ("ddp", "hivemind", "torchft", "plain-int8")
 

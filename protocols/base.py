@@ -454,7 +454,7 @@ class Trainer(Protocol):
     ) -> LocalProgress:
         """Train from the present parameters until `cut` is set, which is checked after every inner step.
 
-        A round before the one that was trained for last is complete: its mean was on its way when that began.
+        The round before the one that was trained for last is complete: its mean was on its way when that began.
 
         `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
         round's inner steps are complete, and at each growth by a tenth. Without `surplus`, no step follows the complete

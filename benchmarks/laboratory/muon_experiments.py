@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from benchmarks.journal import FinishedRuns
@@ -24,6 +25,7 @@ from benchmarks.laboratory.runs import (
     ArmName,
     LabRun,
     OuterStep,
+    Variant,
     swarm_run,
 )
 from node.tasks.gpt_presets import MANY_ROUNDS, SHORT_ROUND, USUAL_OUTER_STEP
@@ -166,6 +168,22 @@ def peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         seeds = FEW if count <= PEERS else FEW[:1]
         beside = {"data parallel of as many peers": _muon(known, "data-parallel", seeds, peers=count)}
         yield Row(f"{count} peers", _muon(known, "diloco", seeds, peers=count), beside)
+
+
+def overlaps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """Averaging that takes half of a round, or all of it, while the peers train on; with both inner optimisers."""
+    plain = {
+        "Muon": _muon(known, "diloco", MANY, outer=PRESETS_OUTER_STEP),
+        "AdamW": known.best("diloco", MANY),
+    }
+    half = INNER_STEPS // 2
+    kinds: tuple[tuple[str, int, Variant, range], ...]
+    kinds = (("keep", half, "", MANY), ("keep", INNER_STEPS - 1, "", FEW), ("naive", half, "naive", FEW[:1]))
+    for kind, delay, variant, seeds in kinds:
+        for name, trials in plain.items():
+            late = (replace(each, run=replace(each.run, delay=delay, variant=variant)) for each in trials)
+            found = tuple(each for each in late if each.run.seed in seeds)
+            yield Row(f"{name}, {kind}, {delay} of {INNER_STEPS} steps late", found, {f"{name}, nothing late": trials})
 
 
 def trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:

@@ -85,18 +85,26 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
     velocity, outer, reduction = torch.zeros_like(anchor), run.outer_sgd(), _Reducer(run, len(anchor))
     for number in range(run.rounds):
         for training in trainings:
-            train_round(training, number, run.inner_steps)
+            train_round(training, number, run.inner_steps - (run.delay if number else 0))
         counted = weights[number] if weights else [float(training.work().tokens) for training in trainings]
         deltas = torch.stack([anchor - training.learner.vector for training in trainings])
         if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
             velocity.zero_()
+        handed_in = [training.learner.vector.clone() for training in trainings] if run.delay else []
+        flies = bool(run.delay) and number + 1 < run.rounds
+        for training in trainings if flies else ():
+            train_round(training, number + 1, run.delay)
+        begun = [
+            training.learner.vector - before for training, before in zip(trainings, handed_in, strict=bool(run.delay))
+        ]
         outer.at(number).step(anchor, velocity, reduction.mean(deltas, counted))
         recent.append(anchor.clone())
         if run.is_evaluated(number + 1):
-            trainings[0].write(torch.stack(tuple(recent)).mean(0))
+            trainings[0].write(torch.stack(tuple(recent)).mean(0), tokens=int(flies))
             history.append(((number + 1) * run.inner_steps, trainings[0].evaluate()))
-        for training in trainings:
-            training.write(anchor)
+        for index, training in enumerate(trainings):
+            keeps = flies and run.variant != "naive"
+            training.write(anchor + begun[index] if keeps else anchor, anchor, tokens=int(flies))
         if run.variant == "moments":
             _average_moments([training.learner for training in trainings])  # type: ignore[misc]
     return history

@@ -25,12 +25,13 @@ UNIT_RATES = {"w64": 3e-3, "w96": 2e-3, "w128": 2e-3, "w192": 2e-3, "w256": 2e-3
 OuterStep = tuple[float, float]
 """Learning rate and momentum."""
 
-Variant = Literal["", "zero", "restarts", "moments"]
+Variant = Literal["", "zero", "restarts", "moments", "naive"]
 """What a run does differently.
 
 zero        the cosine of the inner rate ends at zero, not at the recipe's `final_fraction`
 restarts    the outer momentum begins at zero again after each quarter
 moments     the peers average the moments of AdamW after each round
+naive       with a delay, the peers go on from the outer parameters, and what they did meanwhile is lost
 """
 
 
@@ -47,6 +48,8 @@ class Run:
         speeds: of each peer, relative to the fastest: its share of the inner steps; empty if all are equal.
         decay: share of the run, at its end, in which the outer step goes in equal parts to a plain mean of the
             parameters: learning rate 1, momentum 0.
+        delay: inner steps that averaging takes. The peers take them meanwhile, and keep them (`recipe.overlap`); they
+            are the first of the next round.
         averaged: the mean of the outer parameters after so many last rounds is evaluated; training is unchanged.
         variant: as `Variant` says; in memory only, as is averaged.
         evaluation_steps: inner steps between two evaluations, rounded down to whole rounds. Not in the name.
@@ -64,6 +67,7 @@ class Run:
     optimizer: InnerOptimizerName = "adamw"
     speeds: tuple[float, ...] = ()
     decay: float = 0.0
+    delay: int = 0
     averaged: int = 1
     variant: Variant = ""
     evaluation_steps: int = 200
@@ -77,6 +81,7 @@ class Run:
             self.optimizer if self.optimizer != "adamw" else "",
             "speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else "",
             f"decay={self.decay:g}" if self.decay else "",
+            f"delay={self.delay}" if self.delay else "",
             f"averaged={self.averaged}" if self.averaged > 1 else "",
             self.variant,
         )

@@ -67,10 +67,10 @@ class LocalTraining:
     def begin(self, round_number: int) -> None:
         """Start a round, or resume it. Work that a skipped round has left is kept.
 
-        A round before the present one is complete: the present one was begun while its mean was on its way.
+        The round before the present one is complete: the present one was begun while its mean was on its way.
         """
-        self._is_past = round_number < self._round
-        if round_number > self._round:
+        self._is_past = round_number == self._round - 1
+        if round_number != self._round and not self._is_past:
             self._round, self._steps = round_number, 0
         self._reported = 0
 
