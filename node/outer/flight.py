@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from protocols.base import LocalProgress, RoundKey, Trainer
+import torch
+
+from node.outer.state import OuterState
+from protocols.base import LocalProgress, RoundKey, Trainer, Vector
 
 
 class Flight:
@@ -22,7 +25,7 @@ class Flight:
         self._trainer, self._resets = trainer, trainer.resets
         self._handed_in, self._work = handed_in, handed_in
         self.has_flown = False
-        self.restarted = False  # from the anchor instead of x, because a worker died
+        self._restarted = False  # from the anchor instead of x, because a worker died
 
     @asynccontextmanager
     async def run(self, key: RoundKey, progress: Callable[[LocalProgress], None]) -> AsyncIterator[None]:
@@ -36,12 +39,23 @@ class Flight:
             self._work = await training
             progress(self._work)
             resets, self._resets = self._resets, self._trainer.resets
-            self.has_flown, self.restarted = True, self._resets != resets
+            self.has_flown, self._restarted = True, self._resets != resets
 
-    def holds(self) -> bool:
-        """Whether the trainer's parameters are still those that the flight ended with."""
-        return self._trainer.resets == self._resets
+    async def land(self, state: OuterState, trained: int, mean: Vector, delta: Vector, keeps: bool) -> bool:
+        """Take the outer step along `mean`, and shift the local parameters; whether all outer parameters are finite.
 
-    def tokens(self, counted: bool) -> int:
-        """Tokens of the work that stays in the parameters, if what was handed in is `counted` or dropped, or not."""
-        return self._work.tokens - (self._handed_in.tokens if counted and not self.restarted else 0)
+        They keep the work of the flight; with `keeps`, also `delta`, what was handed in. Both vectors are overwritten.
+        """
+        anchor, shift, local, cost_bytes = state.anchor, delta, mean, 8 * len(state.anchor)
+        stays = keeps or self._restarted
+        before = (lambda: torch.neg(anchor, out=shift)) if stays else (lambda: shift.sub_(anchor))
+        await state.compute.run(before, cost_bytes)  # now, because the outer step changes the anchor in place
+        finite = await state.step(mean, trained)
+        await self._trainer.read(local)
+        tokens = self._work.tokens - (0 if stays else self._handed_in.tokens)
+        if tokens <= 0 or self._trainer.resets != self._resets:  # no work, or a worker has died since
+            await self._trainer.write(anchor)
+            return finite
+        await state.compute.run(lambda: local.add_(shift.add_(anchor)), 2 * cost_bytes)
+        await self._trainer.write(local, anchor=anchor, tokens=tokens)
+        return finite

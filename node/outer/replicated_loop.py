@@ -205,7 +205,7 @@ class ReplicatedOuterLoop(OuterLoop):
                 trained = self.chain.trained_at(head.key.lineage)
                 keeps = self._keeps(mean, done.work, one_step)
                 if flight.has_flown:
-                    finite = await self._step_in_flight(trained, flight, keeps)
+                    finite = await flight.land(self.state, trained, self._mean, self._delta, keeps)
                 else:
                     finite = await self.state.step(self._mean, trained)
                     await self._restart_training(done.work.tokens if keeps else 0)
@@ -233,25 +233,6 @@ class ReplicatedOuterLoop(OuterLoop):
         local = self._mean  # no longer needed: reused for the local parameters
         await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), 12 * len(self.anchor))
         await self.trainer.write(local, anchor=self.anchor, tokens=kept_tokens)
-
-    async def _step_in_flight(self, trained: int, flight: Flight, keeps: bool) -> bool:
-        """Take the outer step, and shift the local parameters by it; whether all outer parameters are finite.
-
-        They keep the work of the flight; with `keeps`, what was handed in as well.
-        """
-        anchor, shift, cost_bytes = self.anchor, self._delta, 8 * len(self.anchor)
-        keeps |= flight.restarted
-        before = (lambda: torch.neg(anchor, out=shift)) if keeps else (lambda: shift.sub_(anchor))
-        await self._compute.run(before, cost_bytes)  # now, because the outer step changes the anchor in place
-        finite = await self.state.step(self._mean, trained)
-        tokens, local = flight.tokens(counted=not keeps), self._mean
-        await self.trainer.read(local)
-        if tokens <= 0 or not flight.holds():
-            await self.trainer.write(anchor)
-            return finite
-        await self._compute.run(lambda: local.add_(shift.add_(anchor)), 2 * cost_bytes)
-        await self.trainer.write(local, anchor=anchor, tokens=tokens)
-        return finite
 
     def _remember(self, mean: AveragingResult, tokens: int) -> None:
         """How much of this peer's work the round has counted, for the report of a switch of branch."""
