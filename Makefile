@@ -52,8 +52,9 @@ test: ready
 # Many seeds of every fault, every crash point, the vote by itself, and a large swarm; then the long tests, of which
 # `make test` plays a sample: a quarter of an hour on two cores. The parts run two at a time, the longest first.
 SIM_CRASHES := $(addprefix sim-at-every-message-,crash silence one-way stall)
+SIM_OVERLAPS := $(addprefix sim-overlap-at-every-message-,crash silence one-way stall)
 SIM_PAUSES := $(addprefix sim-pauses-,butterfly push_sum data_parallel ring parameter_server parameter_server_async)
-SIM_PARTS := $(SIM_CRASHES) sim-pairs-of-crashes sim-calm sim-large sim-sixteen sim-breaking sim-leaving sim-votes \
+SIM_PARTS := $(SIM_CRASHES) $(SIM_OVERLAPS) sim-overlap sim-pairs-of-crashes sim-calm sim-large sim-sixteen sim-breaking sim-leaving sim-votes \
 	sim-stages sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip sim-moshpit $(SIM_PAUSES) sim-pauses-stages
 .PHONY: sim-all $(SIM_PARTS)
 
@@ -65,6 +66,10 @@ sim-all: $(SIM_PARTS)
 
 $(SIM_CRASHES): sim-at-every-message-%:
 	$(BIN)/python -m tests.sim.crashes --peers 4 --kind $*
+$(SIM_OVERLAPS): sim-overlap-at-every-message-%:
+	$(BIN)/python -m tests.sim.crashes --peers 3 --kind $* --overlap
+sim-overlap:
+	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 0:6 --faults all --overlap
 sim-pairs-of-crashes:
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500
 sim-calm:

@@ -1,0 +1,87 @@
+"""Simulated peers that train on while their rounds average: the golden trajectory, conservation, faults."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from node.outer.state import OuterSGD
+from node.training.trainer import Learner
+from tests.sim import crashes
+from tests.sim.scenario import Scenario
+from tests.sim.world import Outcome, World, play
+from tests.support.inline_trainer import TOKENS, InlineTrainer, LinearLearner
+from tests.support.long import long
+
+STEP_SECONDS = 0.03
+STEPS = tuple(torch.arange(10.0).roll(3 * index) / 8 for index in range(3))
+"""What an inner step of each peer subtracts from the parameters. No norm is larger than another, and clipped."""
+
+
+class Steady(World):
+    """Peers of equal speed whose steps are all equal, so that all sums are known."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.trainers: dict[int, InlineTrainer] = {}
+
+    def learner(self, index: int) -> Learner:
+        learner = LinearLearner()
+        learner.step_size = STEPS[index]  # type: ignore[assignment]
+        return learner
+
+    def trainer(self, index: int) -> InlineTrainer:
+        self.trainers[index] = made = super().trainer(index)
+        return made
+
+    def outer(self) -> OuterSGD:
+        return OuterSGD(1.0, 0.0)
+
+
+def steady(rounds: int, seed: int, overlaps: bool = True) -> tuple[Outcome, Steady]:
+    worlds: list[Steady] = []
+
+    def made(scenario: Scenario) -> Steady:
+        worlds.append(Steady(scenario))
+        return worlds[0]
+
+    sizes = {"uplinks": (1.25e6,) * 3, "step_seconds": (STEP_SECONDS,) * 3, "elements": 10}
+    scenario = Scenario(
+        peers=3, rounds=rounds, seed=seed, codec="fp32", inner_steps=20, jitter=False, overlaps=overlaps, **sizes
+    )
+    return play(scenario, made), worlds[0]
+
+
+@pytest.mark.parametrize("seed", [0, *long(3, 4)])
+def test_all_work_is_in_the_mean_or_in_a_peer(seed: int) -> None:
+    """With an outer step of (1, 0), Σ work = N (θ_0 - θ) + Σ (θ - x_i): nothing is lost, and nothing counts twice.
+
+    With these seeds, all peers have trained on as many tokens in each round.
+    """
+    outcome, world = steady(6, seed)
+    assert not outcome.violations
+    reports = outcome.reports("committed")
+    for lineage in {report["lineage"] for report in reports}:
+        assert len({r["weight"] for r in reports if r["lineage"] == lineage}) == 1, "all weigh as much"
+    assert sum(report["seconds_flight"] > 0 for report in reports) > len(reports) / 2
+    training = [world.trainers[index].local_training for index in range(3)]
+    anchor = training[0].anchor
+    assert all(torch.equal(each.anchor, anchor) for each in training)
+    counts = [sum(report["tokens"] for report in outcome.histories[peer]) / TOKENS for peer in world.peers]
+    work = sum(step * count for step, count in zip(STEPS, counts, strict=True))
+    left = sum(anchor - each.learner.vector for each in training)
+    torch.testing.assert_close(work, 3 * (1 - anchor) + left, rtol=1e-5, atol=1e-4)
+
+
+def test_overlapped_run_takes_less_time() -> None:
+    """By the time that it would have waited."""
+    plain, flying = (steady(6, 0, overlaps)[0] for overlaps in (False, True))
+    waited = sum(r["seconds_average"] + r["seconds_wait"] for r in plain.histories["p0"])
+    ends = [outcome.histories["p0"][-1]["time"] for outcome in (plain, flying)]
+    assert ends[0] - ends[1] > waited / 2
+
+
+@pytest.mark.parametrize("kind", ["crash", *long("silence", "one-way", "stall")])
+def test_overlapped_round_survives_a_fault_at_any_message(kind: str) -> None:
+    """At every message: `python -m tests.sim.crashes --overlap`."""
+    assert crashes.main(["--peers", "3", "--kind", kind, "--overlap", "--sample", "6"]) == 0
