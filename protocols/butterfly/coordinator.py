@@ -129,7 +129,9 @@ class RoundCoordinator:
         if not exchange.complete:
             return False
         apart = self._apart(resolved)
-        return not apart or (apart <= set(resolved.peers) and exchange.holds_all())
+        weights = zip(resolved.peers, resolved.weights, strict=True)
+        heard = {peer for peer, weight in weights if weight}  # a link carries nothing of a member without work
+        return not apart or (apart <= heard and exchange.holds_all())
 
     def _is_hopeless(self, resolved: ResolvedPlan) -> bool:
         """Whether a SKIP, which needs no parts, is the way to a roster that can decide a mean.

@@ -172,7 +172,7 @@ async def test_isolated_survivor_does_not_revert_the_others(swarm: ScenarioRunne
 
 @pytest.mark.parametrize(
     ("moment", "away_seconds", "apart_seconds"),
-    ((0.0, 5.0, 0.0), (0.3, 5.0, 10.0), *long((0.6, 5.0, 10.0), (0.9, 2.0, 5.0), (0.0, 0.0, 10.0), (0.3, 12.0, 0.0))),
+    ((0.0, 5.0, 0.0), (0.3, 12.0, 0.0), *long((0.3, 5.0, 10.0), (0.6, 5.0, 10.0), (0.9, 2.0, 5.0), (0.0, 0.0, 10.0))),
 )
 @simulated(lambda: ScenarioRunner(ScenarioSetup(3, every_rounds=2)))
 async def test_pair_that_exchanges_no_data_readmits_its_reducer(
@@ -188,10 +188,14 @@ async def test_pair_that_exchanges_no_data_readmits_its_reducer(
 
     monkeypatch.setattr(SimTransport, "open", refusing)
     await swarm.rounds(4)
+    while swarm.coordinator("p1") == "p0":  # else no one calls the round before it is back
+        await swarm.rounds(1)
     await asyncio.sleep(moment)
     began = swarm.now
     swarm.kill("p0")
-    swarm.network.block("p1", "p2"), swarm.network.block("p2", "p1")
+    for one, other in (("p1", "p2"), ("p2", "p1")):
+        swarm.network.block(one, other)
+        swarm.network.contacts.views[one].lose(other)  # at once: their connection went through it
     await asyncio.sleep(away_seconds)
     await swarm.revived("p0")
     await asyncio.sleep(apart_seconds)
