@@ -75,6 +75,7 @@ class AllReduce:
         self.task = replace(task, progress=self._on_chunk)
         self.parts: dict[int, ReducedPart] = {}  # decoded, unless `restarted`
         self.failed: dict[int, PeerId] = {}  # part -> the reducer from which this member could not get it
+        self.unreachable: set[PeerId] = set()  # reducers to which no stream could be opened
         self.restarted: set[int] = set()  # parts begun twice: chunks of both results may have been decoded
         self.finished = 0.0  # when the latest part came in
         self.moved = loop_time()  # when the latest chunk came in
@@ -178,7 +179,10 @@ class AllReduce:
                 break
             except PeerError as error:
                 self._accounting.name(reducer, f"lost as a reducer: {error.why}")
-                if isinstance(error, PeerGone) or reducer in self._silent:
+                if isinstance(error, PeerGone):
+                    self.unreachable.add(reducer)
+                    break
+                if reducer in self._silent:
                     break
                 self.restarted.add(part)
         self.failed[part] = reducer

@@ -104,31 +104,38 @@ class RoundCoordinator:
         ]
 
     def _apart(self, resolved: ResolvedPlan) -> set[PeerId]:
-        """Members whose links to a reducer are known to be broken, if without them too few are here to vote on a mean:
-        a vote needs its parts.
+        """Members that cannot get all parts of a mean, if without them too few are here to vote on it: their links to a
+        reducer and to this member, which holds all parts, are known to be broken.
         """
-        head, bounds = self._round.head, resolved.plan.bounds
-        if not head.complaints or self._is_settled(resolved):  # a member may complain of links that hold
-            return set()
-        reducers = {resolved.reducer(part) for part in range(len(bounds) - 1) if bounds[part] < bounds[part + 1]}
+        head, me, reducers = self._round.head, self._me.peer, self._reducers(resolved)
         links = planning.broken(head.complaints, head.key.round)
-        apart = {peer for link in links for peer in link if link - {peer} <= reducers}
+        apart = {peer for link in links for peer in link if link - {peer} <= reducers and {peer, me} in links}
         return apart if len(self._here() - apart) < self._vote.tally.quorum else set()
+
+    def _reducers(self, resolved: ResolvedPlan) -> set[PeerId]:
+        """Those of the parts that this member holds, which may be of an earlier version of the plan; else the plan's"""
+        exchange, bounds = self._round.exchange_of(resolved.digest), resolved.plan.bounds
+        if exchange and exchange.complete:
+            done = (held.done for held in exchange.parts.values() if held.chunks)
+            return {resolved.peers[each.reducer] for each in done if each}
+        return {resolved.reducer(part) for part in range(len(bounds) - 1) if bounds[part] < bounds[part + 1]}
 
     def _is_settled(self, resolved: ResolvedPlan) -> bool:
         """Whether the whole roster was there when the round was called, and stays: a SKIP would change nothing."""
         absent = {member.peer for member in self._round.head.roster} - {*resolved.peers} - {*self._vote.resting.peers()}
-        return not absent and not self._round.roster_changes()
+        return not absent and not self._round.roster_changes() and not self._is_alone()
 
     def _here(self) -> set[PeerId]:
         live = set(self._round.host.members.live())
         return {member.peer for member in self._round.head.roster if member == self._me or member in live}
 
     def _is_whole(self, resolved: ResolvedPlan, exchange: AllReduce) -> bool:
-        """Whether the mean is there and can be voted on: links that were broken have carried all contributions."""
+        """Whether the mean is there and can be voted on, as links that were broken carry data again."""
         if not exchange.complete:
             return False
         apart = self._apart(resolved)
+        if self._is_settled(resolved):  # a member may complain of links that hold, and not contribute
+            return not apart & exchange.unreachable
         weights = zip(resolved.peers, resolved.weights, strict=True)
         heard = {peer for peer, weight in weights if weight}  # a link carries nothing of a member without work
         return not apart or (apart <= heard and exchange.holds_all())
