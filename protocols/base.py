@@ -153,6 +153,7 @@ class AveragingResult:
     blamed: tuple[PeerFault, ...] = ()  # refused, lost or clamped
     bytes_sent: int = 0  # of this round, headers and control messages included
     bytes_received: int = 0
+    seconds_moving: float = math.nan  # in which data moved, of the time that `average` took; not known if NaN
 
     @property
     def peers(self) -> tuple[PeerId, ...]:

@@ -289,6 +289,7 @@ class OuterLoop(ABC):
             seconds_wait=max(0.0, done.seconds["train"] - (trained_seconds - flight_seconds)),
             seconds_average=max(0.0, done.seconds["average"] - flight_seconds),
             seconds_flight=flight_seconds,
+            seconds_moving=mean.seconds_moving,
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,
             time=self._wall(),

@@ -6,8 +6,8 @@ import asyncio
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Self
 
 from protocols.base import LocalProgress
 
@@ -90,6 +90,9 @@ class RoundReport:
     seconds_flight: float = 0.0  # the part of `seconds_train` in which the round averaged
     microbatches: int = 0  # with stages: counted at this peer since the previous report
     abandoned: dict[str, int] = field(default_factory=dict)  # of a driver: why microbatches were abandoned -> how many
+    # Butterfly: the part of `seconds_average` and `seconds_flight` in which data moved to or from this peer, at over
+    # 40 kB/s. In the rest it waited for other peers, their parts and votes, or computed. Null with other protocols.
+    seconds_moving: float = math.nan
 
     def after(self, failed: RoundReport) -> RoundReport:
         """This report, with the faults and bytes of an attempt to catch up that failed just before it."""
@@ -103,14 +106,18 @@ class RoundReport:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:
-        """Parse a line written by this version. Raises ValueError."""
+        """Parse a line, which may lack fields that have a default. Raises ValueError."""
         values = json.loads(line)
         try:
-            given = {each.name: values[each.name] for each in fields(cls)}
+            given = {each.name: values[each.name] for each in fields(cls) if each.name in values or _is_required(each)}
         except (TypeError, KeyError):
             raise ValueError("not a report of this version") from None
-        unknown = [each.name for each in fields(cls) if each.type == "float" and given[each.name] is None]
+        unknown = [each.name for each in fields(cls) if each.type == "float" and given.get(each.name, 0) is None]
         return cls(**given | dict.fromkeys(unknown, math.nan))
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def tokens_counted(reports: Iterable[RoundReport]) -> dict[bytes, int]:

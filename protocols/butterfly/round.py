@@ -124,7 +124,9 @@ class Round:
         if not source.size == target.size == self._elements:
             raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._elements}")
         await self.cut.wait()  # it is set at the round's deadline at the latest
+        self.accounting.seconds_moving = 0.0
         async with task_group() as group:
+            timing = group.create_task(self.accounting.time_movement())
             while not self.over():
                 resolved = self.call.resolved
                 if resolved and self.me.peer in resolved.peers:
@@ -133,12 +135,14 @@ class Round:
                     break
             self._part_cache.gate.open()
             parts = await self._collect()
+            timing.cancel()
             if self._running:  # nothing may write to `into` any more while it is decoded, or after the return
                 self._running.cancel()
                 await asyncio.wait([self._running])
         mean = await self._conclude(parts, target)
         names, sent, received = self.accounting.take()
-        return replace(mean, blamed=(*names, *mean.blamed), bytes_sent=sent, bytes_received=received)
+        blamed, moving = (*names, *mean.blamed), self.accounting.seconds_moving
+        return replace(mean, blamed=blamed, bytes_sent=sent, bytes_received=received, seconds_moving=moving)
 
     # -- the data phase -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from protocols import wire
-from protocols.aio import Notifier, run_with_helper
+from protocols.aio import Notifier, loop_time, run_with_helper
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -42,6 +42,8 @@ MAX_STREAMS_OF_ONE = 32
 MAX_NAMED = 256  # limit of peers named between two reports: a stranger can use any number of peer ids
 RECONNECT_SECONDS = 0.1
 RECONNECT_LIMIT_SECONDS = 5.0
+LOOK_SECONDS, MOVING_BYTES = 0.1, 4096
+"""Data moves while its streams move at least this many bytes between two looks: votes alone are fewer."""
 KEEP_MESSAGES = 64
 """Limit of messages kept for one peer: those to send, and those sent that may be lost. The oldest are dropped first."""
 
@@ -57,6 +59,7 @@ class RoundAccounting:
         self._stopped_here: set[PeerId] = set()
         self._bytes_sent = 0
         self._bytes_received = 0
+        self.seconds_moving = 0.0
         self._open: dict[Stream, tuple[int, int]] = {}  # bytes sent and received that are already counted
 
     def name(self, peer: PeerId, why: str) -> None:
@@ -85,6 +88,16 @@ class RoundAccounting:
         self._bytes_sent += stream.bytes_sent - sent
         self._bytes_received += stream.bytes_received - received
         self._open[stream] = (stream.bytes_sent, stream.bytes_received)
+
+    async def time_movement(self) -> None:
+        """Add the time in which data moves to `seconds_moving`, until cancelled."""
+        before, then = {stream: stream.moved_bytes for stream in self._open}, loop_time()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            seen, now = {stream: stream.moved_bytes for stream in self._open}, loop_time()
+            moved = sum(count - before[stream] for stream, count in seen.items() if stream in before)
+            self.seconds_moving += now - then if moved >= MOVING_BYTES else 0.0
+            before, then = seen, now
 
     def take(self) -> tuple[tuple[PeerFault, ...], int, int]:
         """Return the peers named, bytes sent and bytes received since the last call, and begin anew."""
