@@ -66,8 +66,9 @@ sim-all: $(SIM_PARTS)
 
 $(SIM_CRASHES): sim-at-every-message-%:
 	$(BIN)/python -m tests.sim.crashes --peers 4 --kind $*
+$(filter-out %-crash,$(SIM_OVERLAPS)): SAMPLE := --sample 100
 $(SIM_OVERLAPS): sim-overlap-at-every-message-%:
-	$(BIN)/python -m tests.sim.crashes --peers 3 --kind $* --overlap
+	$(BIN)/python -m tests.sim.crashes --peers 3 --kind $* --overlap $(SAMPLE)
 sim-overlap:
 	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 0:6 --faults all --overlap
 sim-pairs-of-crashes:
