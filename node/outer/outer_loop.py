@@ -77,6 +77,7 @@ class OuterLoop(ABC):
         self._snapshots = checkpoints.snapshots if checkpoints else snapshots or Snapshots()
         self._checkpoints = checkpoints
         self.on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None  # `training` or `averaging`
+        self.flies = False  # it trains while the round averages
         self._changing, self._is_settled = asyncio.Lock(), False
         self.activity = ActivitySwitch()
         self._departs = False  # an offer of this round says that it leaves the roster, to be away

@@ -174,8 +174,12 @@ class ReplicatedOuterLoop(OuterLoop):
             return
         cut, seconds = asyncio.get_running_loop().time(), trained.seconds
         following = replace(head.key, round=self.chain.trained + 1)
-        async with flight.run(following, lambda work: self._show_progress("averaging", work)):
-            yield flight
+        self.flies = True
+        try:
+            async with flight.run(following, lambda work: self._show_progress("averaging", work)):
+                yield flight
+        finally:
+            self.flies = False
         self._since, watch.seconds["flight"] = cut, trained.seconds - seconds
 
     async def _step(self, done: RoundResult, one_step: bool, flight: Flight) -> RoundResult:
