@@ -64,8 +64,9 @@ class Script:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append((time.monotonic(), line.decode(errors="replace").strip()))
+        with self._process.stdout as output:
+            for line in output:
+                self.lines.append((time.monotonic(), line.decode(errors="replace").strip()))
 
     @property
     def running(self) -> bool:
@@ -126,6 +127,9 @@ class Script:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def reports(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.directory / "rounds.jsonl").read_text().splitlines()]
