@@ -182,7 +182,7 @@ class ReplicatedOuterLoop(OuterLoop):
             self.flies = False
         self._since, watch.seconds["flight"] = cut, trained.seconds - seconds
 
-    async def _step(self, done: RoundResult, one_step: bool, flight: Flight) -> RoundResult:
+    async def _step(self, done: RoundResult, one_step: bool, flight: Flight | None = None) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.
 
         `one_step`: the worker took only one step, so that the first offer was empty and the second covered all work.
@@ -208,7 +208,7 @@ class ReplicatedOuterLoop(OuterLoop):
                     await self.feedback.conclude(me.peer, mean, self._delta)
                 trained = self.chain.trained_at(head.key.lineage)
                 keeps = self._keeps(mean, done.work, one_step)
-                if flight.has_flown:
+                if flight and flight.has_flown:
                     finite = await flight.land(self.state, trained, self._mean, self._delta, keeps)
                 else:
                     finite = await self.state.step(self._mean, trained)
