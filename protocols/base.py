@@ -186,7 +186,7 @@ class Settings:
     quorum: Callable[[int], int] | None = None  # votes that decide, by the roster's size; None: a majority
     fork_peers: int = 1  # least number of members that may fork when the majority is gone; 0 forbids forks
     robust: str = "mean"  # how reducers average (`protocols.vectors.robust`); equal at all peers of a run
-    overlaps: bool = False  # training goes on while a round averages; equal at all peers of a run
+    overlaps: bool = False  # training continues while a round averages; equal at all peers of a run
     schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 
     def upload_bandwidth(self) -> float:

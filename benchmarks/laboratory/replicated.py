@@ -91,8 +91,8 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
         if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
             velocity.zero_()
         handed_in = [training.learner.vector.clone() for training in trainings] if run.delay else []
-        flies = bool(run.delay) and number + 1 < run.rounds
-        for training in trainings if flies else ():
+        overlaps = bool(run.delay) and number + 1 < run.rounds
+        for training in trainings if overlaps else ():
             train_round(training, number + 1, run.delay)
         begun = [
             training.learner.vector - before for training, before in zip(trainings, handed_in, strict=bool(run.delay))
@@ -100,11 +100,11 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
         outer.at(number).step(anchor, velocity, reduction.mean(deltas, counted))
         recent.append(anchor.clone())
         if run.is_evaluated(number + 1):
-            trainings[0].write(torch.stack(tuple(recent)).mean(0), tokens=int(flies))
+            trainings[0].write(torch.stack(tuple(recent)).mean(0), tokens=int(overlaps))
             history.append(((number + 1) * run.inner_steps, trainings[0].evaluate()))
         for index, training in enumerate(trainings):
-            keeps = flies and run.variant != "naive"
-            training.write(anchor + begun[index] if keeps else anchor, anchor, tokens=int(flies))
+            keeps = overlaps and run.variant != "naive"
+            training.write(anchor + begun[index] if keeps else anchor, anchor, tokens=int(overlaps))
         if run.variant == "moments":
             _average_moments([training.learner for training in trainings])  # type: ignore[misc]
     return history

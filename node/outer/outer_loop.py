@@ -51,7 +51,7 @@ class RoundResult:
     head: Head  # before the round
     mean: AveragingResult  # COMMITTED only if it was applied
     work: LocalProgress
-    seconds: Mapping[str, float]  # of the laps `train` and `average`, and of the training in the latter, `flight`
+    seconds: Mapping[str, float]  # of the laps `train` and `average`, and of the training in the latter, `overlap`
     finite: bool = True  # every parameter after the outer step
     outcome: str = ""  # for the report, if it is not that of the mean
 
@@ -77,7 +77,8 @@ class OuterLoop(ABC):
         self._snapshots = checkpoints.snapshots if checkpoints else snapshots or Snapshots()
         self._checkpoints = checkpoints
         self.on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None  # `training` or `averaging`
-        self.flies = False  # it trains while the round averages
+        self.is_overlapped = False  # it trains while the round averages
+        self._overlap_tokens = 0  # of that training, in this round
         self._changing, self._is_settled = asyncio.Lock(), False
         self.activity = ActivitySwitch()
         self._departs = False  # an offer of this round says that it leaves the roster, to be away
@@ -266,7 +267,8 @@ class OuterLoop(ABC):
     def _report(self, done: RoundResult) -> RoundReport:
         me, key, mean, anchor = self.me, done.head.key, done.mean, done.head.anchor.hex()
         trained_tokens, trained_seconds = self._trained.take()
-        flight_seconds = done.seconds.get("flight", 0.0)
+        overlap_seconds = done.seconds.get("overlap", 0.0)
+        overlap_tokens, self._overlap_tokens = self._overlap_tokens, 0
         known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage
         counted = {p: (anchor if p in known else "", c.chunks_counted, c.chunks) for p, c in mean.contributions.items()}
         return RoundReport(
@@ -287,9 +289,10 @@ class OuterLoop(ABC):
             loss=done.work.loss,
             params_hash=self.state.index.parameters_root.hex(),
             seconds_train=trained_seconds,
-            seconds_wait=max(0.0, done.seconds["train"] - (trained_seconds - flight_seconds)),
-            seconds_average=max(0.0, done.seconds["average"] - flight_seconds),
-            seconds_flight=flight_seconds,
+            seconds_wait=max(0.0, done.seconds["train"] - (trained_seconds - overlap_seconds)),
+            seconds_average=max(0.0, done.seconds["average"] - overlap_seconds),
+            seconds_overlap=overlap_seconds,
+            tokens_overlap=overlap_tokens,
             seconds_moving=mean.seconds_moving,
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,

@@ -13,8 +13,8 @@ import torch
 from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
 from node.outer.error_feedback import ErrorFeedback
-from node.outer.flight import Flight
 from node.outer.outer_loop import CATCH_UP_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult, diverged
+from node.outer.overlap import Overlap
 from node.outer.state import OuterState, pseudo_gradient
 from node.reporting.report import LapTimer, RoundReport
 from node.storage.checkpoint_manager import CheckpointManager
@@ -61,14 +61,14 @@ class ReplicatedOuterLoop(OuterLoop):
         checkpoints: CheckpointManager | None = None,
         overlaps: bool = False,
     ) -> None:
-        """With `overlaps`, training goes on while a round averages (`node.outer.flight`)."""
+        """With `overlaps`, training continues while a round averages (`node.outer.overlap`)."""
         me = averager.me
         super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
         self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(state.anchor), torch.empty_like(state.anchor)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
         self._overlaps, self._average_seconds = overlaps, math.inf  # of the last decided round; at first not known
-        self._since: float | None = None  # when the flight began whose work the next round starts from
+        self._since: float | None = None  # when the overlapped work began that the next round starts from
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
         """Restore from earlier incarnations, by lineage, the tokens of this peer's work that each round counted."""
@@ -144,7 +144,7 @@ class ReplicatedOuterLoop(OuterLoop):
                 await self.trainer.write(self.anchor)
                 work = replace(work, tokens=0, norm=0.0)
             await self.trainer.read(self._delta)
-            async with self._flight(work, watch) as flight:
+            async with self._overlap(work, watch) as overlap:
                 cost_bytes = 4 * len(self.anchor)
                 await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
                 sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
@@ -155,34 +155,35 @@ class ReplicatedOuterLoop(OuterLoop):
                     self._average_seconds = watch.since_lap()
             watch.lap("average")
         one_step = offers[:2] == [0, work.tokens]
-        done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step, flight)
+        done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step, overlap)
         # a round that ran into its limit must not raise it, nor one in which all members rested
         if mean.outcome is Outcome.COMMITTED and not self._rested:
             self._learn_limit(watch)
         return self._report(done)
 
     @asynccontextmanager
-    async def _flight(self, work: LocalProgress, watch: LapTimer) -> AsyncIterator[Flight]:
-        """Train on for the next round, if there is to be one, and averaging takes longer than a step.
+    async def _overlap(self, work: LocalProgress, watch: LapTimer) -> AsyncIterator[Overlap]:
+        """Train for the next round meanwhile, if there is to be one, and averaging lasts for a step or more.
 
-        Shorter flights would only make the round wait for their last steps.
+        With longer steps, this peer would enter the next round late by more than averaging takes.
         """
-        head, flight, trained = self.chain.head, Flight(self.trainer, work), self._trained
+        head, overlap, trained = self.chain.head, Overlap(self.trainer, work), self._trained
         ends = self.leaving or self.last_round or self.me not in head.roster
         if not self._overlaps or ends or len(head.roster) == 1 or self._average_seconds < work.step_seconds:
-            yield flight
+            yield overlap
             return
-        cut, seconds = asyncio.get_running_loop().time(), trained.seconds
+        cut, tokens, seconds = asyncio.get_running_loop().time(), trained.tokens, trained.seconds
         following = replace(head.key, round=self.chain.trained + 1)
-        self.flies = True
+        self.is_overlapped = True
         try:
-            async with flight.run(following, lambda work: self._show_progress("averaging", work)):
-                yield flight
+            async with overlap.run(following, lambda work: self._show_progress("averaging", work)):
+                yield overlap
         finally:
-            self.flies = False
-        self._since, watch.seconds["flight"] = cut, trained.seconds - seconds
+            self.is_overlapped = False
+        self._since, watch.seconds["overlap"] = cut, trained.seconds - seconds
+        self._overlap_tokens = trained.tokens - tokens
 
-    async def _step(self, done: RoundResult, one_step: bool, flight: Flight | None = None) -> RoundResult:
+    async def _step(self, done: RoundResult, one_step: bool, overlap: Overlap) -> RoundResult:
         """Apply the decision of a round: extend the chain, and take the outer step if the round has a mean.
 
         `one_step`: the worker took only one step, so that the first offer was empty and the second covered all work.
@@ -208,8 +209,8 @@ class ReplicatedOuterLoop(OuterLoop):
                     await self.feedback.conclude(me.peer, mean, self._delta)
                 trained = self.chain.trained_at(head.key.lineage)
                 keeps = self._keeps(mean, done.work, one_step)
-                if flight and flight.has_flown:
-                    finite = await flight.land(self.state, trained, self._mean, self._delta, keeps)
+                if overlap.has_run:
+                    finite = await overlap.step(self.state, trained, self._mean, self._delta, keeps)
                 else:
                     finite = await self.state.step(self._mean, trained)
                     await self._restart_training(done.work.tokens if keeps else 0)

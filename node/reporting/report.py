@@ -87,10 +87,11 @@ class RoundReport:
     stages: int = 1
     # With stages: time in which the worker computed microbatches; the rest of `seconds_train` it waited for others.
     seconds_compute: float = 0.0
-    seconds_flight: float = 0.0  # the part of `seconds_train` in which the round averaged
+    seconds_overlap: float = 0.0  # the part of `seconds_train` in which the round averaged
+    tokens_overlap: int = 0  # the part of `tokens` that was trained then, for the next round
     microbatches: int = 0  # with stages: counted at this peer since the previous report
     abandoned: dict[str, int] = field(default_factory=dict)  # of a driver: why microbatches were abandoned -> how many
-    # Butterfly: the part of `seconds_average` and `seconds_flight` in which data moved to or from this peer, at over
+    # Butterfly: the part of `seconds_average` and `seconds_overlap` in which data moved to or from this peer, at over
     # 40 kB/s. In the rest it waited for other peers, their parts and votes, or computed. Null with other protocols.
     seconds_moving: float = math.nan
 
@@ -133,9 +134,11 @@ def tokens_counted(reports: Iterable[RoundReport]) -> dict[bytes, int]:
             tokens, member = 0, (each.peer, each.incarnation)
         tokens += each.tokens
         if each.outcome in ("committed", "alone", "fork") and each.peer in each.peers:
-            counted[bytes.fromhex(each.lineage)] = tokens
-        if each.outcome in ("committed", "alone", "superseded") or each.peers:
-            tokens = 0  # counted, or dropped with the anchor that it was measured from
+            counted[bytes.fromhex(each.lineage)] = tokens - each.tokens_overlap
+        if each.outcome == "superseded":
+            tokens = 0  # dropped with the anchor that it was measured from
+        elif each.outcome in ("committed", "alone") or each.peers:
+            tokens = each.tokens_overlap  # the rest is counted or dropped
     return counted
 
 

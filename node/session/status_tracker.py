@@ -146,8 +146,8 @@ class StatusTracker:
                 return "paused", why
             if state == "training" and self._work.resting and (why := self._worker.resting_reason):
                 return "waiting", why
-            if state == "averaging" and self._loop.flies:
-                return state, "training goes on meanwhile"
+            if state == "averaging" and self._loop.is_overlapped:
+                return state, "training continues meanwhile"
             if state == "training" and self._pipeline:
                 reason = reason or self._pipeline.waiting_reason()
         return state, reason

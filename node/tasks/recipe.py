@@ -63,8 +63,8 @@ class Recipe:
     )
 
     overlap: Literal["keep"] | None = described(
-        "keep: train on while a round averages, and keep that work; a mean that is on its way for a whole round costs "
-        "1 to 3 % of loss. left out: training waits for the mean. Only for butterfly, without stages.",
+        "keep: training continues while a round averages, and that work is kept. left out: training waits for the "
+        "mean. Only for butterfly, without stages.",
         None,
     )
 

@@ -113,7 +113,7 @@ class RoundCoordinator:
         return apart if len(self._here() - apart) < self._vote.tally.quorum else set()
 
     def _reducers(self, resolved: ResolvedPlan) -> set[PeerId]:
-        """Those of the parts that this member holds, which may be of an earlier version of the plan; else the plan's"""
+        """Those of the parts that this member holds, maybe of an earlier version of the plan; else the plan's."""
         exchange, bounds = self._round.exchange_of(resolved.digest), resolved.plan.bounds
         if exchange and exchange.complete:
             done = (held.done for held in exchange.parts.values() if held.chunks)

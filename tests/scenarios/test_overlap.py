@@ -63,7 +63,7 @@ def test_all_work_is_in_the_mean_or_in_a_peer(seed: int) -> None:
     reports = outcome.reports("committed")
     for lineage in {report["lineage"] for report in reports}:
         assert len({r["weight"] for r in reports if r["lineage"] == lineage}) == 1, "all weigh as much"
-    assert sum(report["seconds_flight"] > 0 for report in reports) > len(reports) / 2
+    assert sum(report["seconds_overlap"] > 0 for report in reports) > len(reports) / 2
     training = [world.trainers[index].local_training for index in range(3)]
     anchor = training[0].anchor
     assert all(torch.equal(each.anchor, anchor) for each in training)
@@ -75,9 +75,9 @@ def test_all_work_is_in_the_mean_or_in_a_peer(seed: int) -> None:
 
 def test_overlapped_run_takes_less_time() -> None:
     """By the time that it would have waited."""
-    plain, flying = (steady(6, 0, overlaps)[0] for overlaps in (False, True))
+    plain, overlapped = (steady(6, 0, overlaps)[0] for overlaps in (False, True))
     waited = sum(r["seconds_average"] + r["seconds_wait"] for r in plain.histories["p0"])
-    ends = [outcome.histories["p0"][-1]["time"] for outcome in (plain, flying)]
+    ends = [outcome.histories["p0"][-1]["time"] for outcome in (plain, overlapped)]
     assert ends[0] - ends[1] > waited / 2
 
 

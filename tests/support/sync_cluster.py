@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from node.outer.outer_loop import RoundResult
+from node.outer.overlap import Overlap
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport
@@ -216,7 +217,7 @@ class SyncCluster(SimSwarm):
         )
         head, work = outer_loop.chain.head, LocalProgress(TOKENS, 1.0, 1.0, 1.0)
         brought = RoundResult(head, mean, work, {"train": 1.0, "average": 0.0})
-        done = await outer_loop._step(brought, one_step=False)
+        done = await outer_loop._step(brought, one_step=False, overlap=Overlap(outer_loop.trainer, work))
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:

@@ -168,7 +168,7 @@ def test_live_peers_of_other_stages_show_as_members(tmp_path: Path) -> None:
 
 def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
     contacts = (contact("anna", "Anna"), contact("12D3KooWverylong", None))
-    loop = SimpleNamespace(waiting_for=lambda: ("anna", "12D3KooWverylong"))
+    loop = SimpleNamespace(waiting_for=lambda: ("anna", "12D3KooWverylong"), is_overlapped=False)
     tracker = in_a_run(tmp_path, contacts=contacts, loop=loop)
     for state in ("starting", "joining", "syncing", "waiting"):
         tracker.set_state(state)
@@ -178,6 +178,8 @@ def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
         assert shown(tracker).waiting_for == ("Anna", "…rylong")
     loop.waiting_for = lambda: ("anna", "me")
     assert shown(tracker).waiting_for == (), "the peer itself is still at work"
+    loop.is_overlapped = True
+    assert (shown(tracker).state, shown(tracker).reason) == ("averaging", "training continues meanwhile")
 
 
 @on_virtual_time

@@ -154,3 +154,16 @@ def test_tokens_are_credited_to_the_counting_round() -> None:
         for number, (outcome, peers, tokens, incarnation) in enumerate(rounds)
     ]
     assert tokens_counted(reports) == {b"\x00": 50, b"\x02": 100, b"\x04": 50, b"\x07": 100}
+
+
+def test_overlapped_tokens_are_credited_to_the_round_after() -> None:
+    """Those of an undecided round, to the one that counts them; nothing is left when the state of others is taken."""
+    rounds: list[tuple[str, tuple[str, ...], int]] = [
+        ("committed", ("p",), 20), ("committed", ("p",), 10), ("undecided", (), 5), ("committed", ("p",), 0),
+        ("committed", ("p",), 30), ("superseded", (), 0), ("committed", ("p",), 0),
+    ]  # fmt: skip
+    reports = [
+        replace(REPORT, outcome=outcome, peers=peers, tokens=50, tokens_overlap=overlap, lineage=f"{number:02x}")
+        for number, (outcome, peers, overlap) in enumerate(rounds)
+    ]
+    assert tokens_counted(reports) == {b"\x00": 30, b"\x01": 60, b"\x03": 110, b"\x04": 20, b"\x06": 50}

@@ -23,7 +23,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from node.outer.flight import Flight
+from node.outer.overlap import Overlap
 from node.outer.state import OuterSGD, OuterState
 from node.runtime.compute import ThreadCompute
 from node.runtime.fork_server import ForkServer
@@ -508,28 +508,28 @@ async def test_released_worker_returns_with_the_parameters(compute: ThreadComput
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_work_of_a_flight_stays_across_the_outer_step(dies: bool, compute: ThreadCompute) -> None:
-    """Also in part, if the worker is killed in flight: it starts again from the anchor."""
+async def test_overlapped_work_stays_across_the_outer_step(dies: bool, compute: ThreadCompute) -> None:
+    """Also in part, if the worker is killed meanwhile: it starts again from the anchor."""
     async with RemoteTrainer(paced(), compute) as trainer:
         training = Training(trainer, 0)
         await training.until_tokens(10 * STEP_TOKENS)
         handed_in, begun = await training.end(), trainer.anchor().clone()
-        cut, flight, heard = await vector(trainer), Flight(trainer, handed_in), list[LocalProgress]()
-        async with flight.run(key(1), heard.append):
+        cut, overlap, heard = await vector(trainer), Overlap(trainer, handed_in), list[LocalProgress]()
+        async with overlap.run(key(1), heard.append):
             await until(lambda: heard and heard[-1].tokens >= handed_in.tokens + 2 * STEP_TOKENS)
             if dies:
                 assert trainer.pid
                 os.kill(trainer.pid, signal.SIGKILL)
                 await until(lambda: trainer.restarts and heard[-1].tokens >= 2 * STEP_TOKENS)
-        flown, state = await vector(trainer), OuterState(trainer.anchor(), OuterSGD(0.5, 0.5), compute)
+        worked, state = await vector(trainer), OuterState(trainer.anchor(), OuterSGD(0.5, 0.5), compute)
         delta = begun - cut
-        assert await flight.land(state, 1, delta.clone(), delta.clone(), keeps=False)
+        assert await overlap.step(state, 1, delta.clone(), delta.clone(), keeps=False)
         moved = trainer.anchor() - (begun if dies else cut)
         assert moved.abs().max() > 0
-        torch.testing.assert_close(await vector(trainer), flown + moved, rtol=0, atol=1e-6)
+        torch.testing.assert_close(await vector(trainer), worked + moved, rtol=0, atol=1e-6)
         following = Training(trainer, 1)
         await following.until_tokens(1)
         left = following.progress[0]
         assert left.tokens == left.carried == heard[-1].tokens - (0 if dies else handed_in.tokens) > 0
-        assert left.norm == pytest.approx(float((flown - (begun if dies else cut)).norm()), rel=1e-3)
+        assert left.norm == pytest.approx(float((worked - (begun if dies else cut)).norm()), rel=1e-3)
         await following.end()

@@ -1,4 +1,4 @@
-"""Training that goes on while a round averages: scripted rounds, in exact fractions, on virtual time."""
+"""Training that continues while a round averages: scripted rounds, in exact fractions, on virtual time."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from tests.support.scripted_peers import (
 HALF = STEP_SECONDS / 2  # cuts and means come in the middle of a step
 
 
-def in_steps(first: int, *flights: int) -> list[dict[str, Any]]:
-    """Times of rounds of `first` steps, the work of the flight before included, with flights of so many steps."""
-    before = (0, *flights)
+def in_steps(first: int, *overlaps: int) -> list[dict[str, Any]]:
+    """Times of rounds of `first` steps, the overlapped ones before included, and so many overlapped steps."""
+    before = (0, *overlaps)
     return [
-        {"cut_seconds": (first - done) * STEP_SECONDS - HALF, "mean_seconds": flight * STEP_SECONDS - HALF}
-        for done, flight in zip(before, flights, strict=False)
+        {"cut_seconds": (first - done) * STEP_SECONDS - HALF, "mean_seconds": steps * STEP_SECONDS - HALF}
+        for done, steps in zip(before, overlaps, strict=False)
     ]
 
 
-def flying(*scripts: Script, outer: OuterSGD | None = None, step: float = 0.125) -> Peer:
+def overlapped(*scripts: Script, outer: OuterSGD | None = None, step: float = 0.125) -> Peer:
     peer = Peer(*scripts, outer=outer, overlaps=True)
     peer.trainer.local_training.learner.step_size = step  # type: ignore[attr-defined]
     return peer
@@ -58,7 +58,7 @@ KEEP = {
 }
 """Steps that averaging lasts -> after each outer step the anchor, and the parameters of two peers, whose inner steps
 subtract 1 and 3. A round has 8 inner steps; outer learning rate and momentum are a half. By hand: the mean is 16, so
-the momentum is 16, 24, 28, the anchor moves by half of the mean and a quarter of that; what a flight did stays."""
+the momentum is 16, 24, 28, the anchor moves by half of the mean and a quarter of that; overlapped work stays."""
 
 
 @pytest.mark.parametrize("steps", KEEP)
@@ -71,13 +71,13 @@ def test_trajectory_is_the_one_computed_by_hand(steps: int) -> None:
 
     async def main() -> None:
         scripts = [committed(average=mean, **times) for times in in_steps(8, *[steps] * 3)]
-        peers.extend(flying(*scripts, outer=OuterSGD(0.5, 0.5), step=step) for step in (1.0, 3.0))
+        peers.extend(overlapped(*scripts, outer=OuterSGD(0.5, 0.5), step=step) for step in (1.0, 3.0))
         await asyncio.gather(*(peer.outer_loop.settle() for peer in peers))
         for _ in range(3):
             for peer in peers:
-                peer.outer_loop._average_seconds = math.inf  # to fly even for half a step
+                peer.outer_loop._average_seconds = math.inf  # to overlap even half a step
             reports = await asyncio.gather(*(peer.outer_loop.run_round() for peer in peers))
-            assert [report.seconds_flight for report in reports] == [steps * STEP_SECONDS] * 2
+            assert [report.seconds_overlap for report in reports] == [steps * STEP_SECONDS] * 2
             one, other = (value(peer.trainer.local) for peer in peers)
             found.append((value(peers[0].outer_loop.anchor), one, other))
 
@@ -85,16 +85,17 @@ def test_trajectory_is_the_one_computed_by_hand(steps: int) -> None:
     assert found == KEEP[steps]
 
 
-def test_next_round_counts_what_the_flight_did() -> None:
+def test_next_round_counts_the_overlapped_work() -> None:
     """Once, and its call counts from the cut."""
-    peer = flying(*(committed(**times) for times in in_steps(8, 3, 2)))
+    peer = overlapped(*(committed(**times) for times in in_steps(8, 3, 2)))
     reports = play(peer.rounds())
     assert peer.averaged_tokens == [8 * TOKENS, 8 * TOKENS]
     assert peer.offered_tokens == [0, 3 * TOKENS] and peer.seen[1].offers[0].complete
     assert [report.tokens for report in reports] == [11 * TOKENS, 7 * TOKENS]
+    assert [report.tokens_overlap for report in reports] == [3 * TOKENS, 2 * TOKENS]
     assert peer.seen[0].since is None and peer.seen[1].since == approx(8 * STEP_SECONDS)
     for report in reports:
-        assert report.seconds_flight < report.seconds_train == approx(report.tokens / TOKENS * STEP_SECONDS)
+        assert report.seconds_overlap < report.seconds_train == approx(report.tokens / TOKENS * STEP_SECONDS)
         assert [report.seconds_average, report.seconds_wait] == approx([0, 0], abs=1e-5)
     assert reports[1].time - reports[0].time == approx(reports[1].seconds_train)
 
@@ -103,27 +104,27 @@ def test_next_round_counts_what_the_flight_did() -> None:
 def test_attempt_without_a_mean_keeps_all_and_is_due_at_once(attempt: Callable[..., Script]) -> None:
     first, second = in_steps(8, 3, 1)
     second["cut_seconds"] = HALF
-    peer = flying(attempt(**first), committed(**second))
+    peer = overlapped(attempt(**first), committed(**second))
     reports = play(peer.rounds())
     assert reports[0].tokens == 11 * TOKENS and not reports[0].peers
     again = peer.seen[1].offers[0]
     assert again.tokens == 11 * TOKENS and again.complete, "it need not train the round's steps again"
     assert peer.averaged_tokens[1] == 12 * TOKENS, "all of it is handed in, what came before included"
     gone = peer.seen[1].mine
-    assert torch.equal(peer.trainer.local, peer.outer_loop.anchor - 0.125), gone  # one step of the last flight
+    assert torch.equal(peer.trainer.local, peer.outer_loop.anchor - 0.125), gone  # one overlapped step
 
 
 def test_work_without_weight_stays() -> None:
-    peer = flying(weighed(0.0, average=lambda mine, into: into.fill_(0.5), **in_steps(8, 3)[0]))
+    peer = overlapped(weighed(0.0, average=lambda mine, into: into.fill_(0.5), **in_steps(8, 3)[0]))
     play(peer.rounds())
     assert torch.equal(peer.trainer.local, peer.outer_loop.anchor - 11 * 0.125)
     assert peer.trainer.local_training.tokens == 11 * TOKENS
 
 
 @pytest.mark.parametrize("steps_after", [0, 2])
-def test_worker_that_dies_in_flight_loses_only_the_flight(steps_after: int) -> None:
+def test_worker_that_dies_meanwhile_loses_only_that_work(steps_after: int) -> None:
     """It leaves the anchor. What was handed in is counted all the same."""
-    peer = flying(committed(**in_steps(8, 5)[0]))
+    peer = overlapped(committed(**in_steps(8, 5)[0]))
     training = peer.trainer.local_training
     die_seconds = 8 * STEP_SECONDS + (5 - steps_after) * STEP_SECONDS - HALF / 2
 
@@ -142,8 +143,8 @@ def test_worker_that_dies_in_flight_loses_only_the_flight(steps_after: int) -> N
     assert peer.averaged_tokens == [8 * TOKENS] and not torch.equal(peer.outer_loop.anchor, torch.ones(10))
 
 
-def test_worker_that_dies_after_the_flight_starts_from_the_new_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = flying(committed(**in_steps(8, 3)[0]))
+def test_worker_that_dies_before_the_outer_step_starts_from_the_new_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = overlapped(committed(**in_steps(8, 3)[0]))
     trainer, read = peer.trainer, peer.trainer.read
 
     async def die(into: Vector) -> None:
@@ -158,18 +159,18 @@ def test_worker_that_dies_after_the_flight_starts_from_the_new_anchor(monkeypatc
 
 
 @pytest.mark.parametrize("why", ["leaving", "last round", "outside the roster", "alone", "short"])
-def test_nobody_flies(why: str) -> None:
+def test_training_waits_for_the_mean(why: str) -> None:
     roster = {"outside the roster": (OTHER,), "alone": (ME,)}.get(why, (ME, OTHER))
     short = committed(mean_seconds=0.1)
     peer = Peer(short, short, roster=roster, overlaps=True)
     peer.outer_loop.leaving, peer.outer_loop.last_round = why == "leaving", why == "last round"
     reports = play(peer.rounds())
-    flew = [report.seconds_flight > 0 for report in reports]
-    assert flew == ([True, False] if why == "short" else [False, False])
+    overlaps = [report.seconds_overlap > 0 for report in reports]
+    assert overlaps == ([True, False] if why == "short" else [False, False])
     assert torch.equal(peer.trainer.local, peer.outer_loop.anchor) or why in ("short", "outside the roster")
 
 
-def test_error_while_averaging_ends_the_flight() -> None:
+def test_error_while_averaging_ends_the_training() -> None:
     def fail(mine: Vector, into: Vector) -> None:
         raise OSError("the disk is full")
 
@@ -178,13 +179,13 @@ def test_error_while_averaging_ends_the_flight() -> None:
             await peer.rounds()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    peer = flying(committed(average=fail, **in_steps(8, 3)[0]))
+    peer = overlapped(committed(average=fail, **in_steps(8, 3)[0]))
     play(main())
     assert peer.seen[0].closed
 
 
-def test_diverged_work_is_dropped_and_the_flight_starts_from_the_anchor() -> None:
-    peer = flying(committed(average=lambda mine, into: into.fill_(0.5), **in_steps(8, 3)[0]))
+def test_diverged_work_is_dropped_and_training_continues_from_the_anchor() -> None:
+    peer = overlapped(committed(average=lambda mine, into: into.fill_(0.5), **in_steps(8, 3)[0]))
     train = peer.trainer.train
 
     async def diverging(

@@ -1,4 +1,4 @@
-"""Training that goes on while a round averages (docs/decisions/0055)."""
+"""Training that continues while a round averages (docs/decisions/0055)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from node.outer.state import OuterState
 from protocols.base import LocalProgress, RoundKey, Trainer, Vector
 
 
-class Flight:
-    """The work that a peer does between the cut of a round and the outer step, for the next round.
+class Overlap:
+    """The work of a peer between the cut of a round and the outer step, for the next round.
 
     The peer has handed in its pseudo-gradient Δ, measured from the anchor θ. Its parameters are x = θ - Δ + s, with the
-    work s of the flight. When the outer step has moved the anchor to θ', the parameters become θ' + s, which is x plus
-    the shift θ' - θ + Δ.
+    overlapped work s. When the outer step has moved the anchor to θ', the parameters become θ' + s, which is x plus the
+    shift θ' - θ + Δ.
     """
 
     def __init__(self, trainer: Trainer, handed_in: LocalProgress) -> None:
-        """`handed_in` is the trainer's progress at the cut. Nothing flies until `run`."""
+        """`handed_in` is the trainer's progress at the cut. There is no such work until `run`."""
         self._trainer, self._resets = trainer, trainer.resets
         self._handed_in, self._work = handed_in, handed_in
-        self.has_flown = False
+        self.has_run = False
         self._restarted = False  # from the anchor instead of x, because a worker died
 
     @asynccontextmanager
     async def run(self, key: RoundKey, progress: Callable[[LocalProgress], None]) -> AsyncIterator[None]:
         """Train for the round of `key` until the context ends, and then to the end of the inner step."""
         arrived = asyncio.Event()
-        training = asyncio.create_task(self._trainer.train(key, arrived, progress), name="flight")
+        training = asyncio.create_task(self._trainer.train(key, arrived, progress), name="overlap")
         try:
             yield
         finally:
@@ -39,12 +39,12 @@ class Flight:
             self._work = await training
             progress(self._work)
             resets, self._resets = self._resets, self._trainer.resets
-            self.has_flown, self._restarted = True, self._resets != resets
+            self.has_run, self._restarted = True, self._resets != resets
 
-    async def land(self, state: OuterState, trained: int, mean: Vector, delta: Vector, keeps: bool) -> bool:
+    async def step(self, state: OuterState, trained: int, mean: Vector, delta: Vector, keeps: bool) -> bool:
         """Take the outer step along `mean`, and shift the local parameters; whether all outer parameters are finite.
 
-        They keep the work of the flight; with `keeps`, also `delta`, what was handed in. Both vectors are overwritten.
+        They keep the overlapped work; with `keeps`, also `delta`, what was handed in. Both vectors are overwritten.
         """
         anchor, shift, local, cost_bytes = state.anchor, delta, mean, 8 * len(state.anchor)
         stays = keeps or self._restarted
