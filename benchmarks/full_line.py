@@ -234,16 +234,29 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def control(text: str) -> str:
+    """The name of a congestion control that this kernel has."""
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+    names = known.read_text().split() if known.exists() else []
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"{text!r}: this kernel has {', '.join(names) or 'none that is known'}")
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.full_line", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--queues", type=numbers, default=[0, 100, 1000], help="milliseconds (default 0,100,1000)")
-    parser.add_argument("--congestion", default="cubic", help="TCP's congestion control (default %(default)s)")
+    parser.add_argument(
+        "--congestion", type=control, default="cubic", help="TCP's congestion control (default %(default)s)"
+    )
     parser.add_argument("--rounds", type=at_least_one, default=20, help="default %(default)s")
     parser.add_argument("--no-join", action="store_true", help="leave out the join")
     parser.add_argument("--json", type=Path, help="add what was measured to this file")
     options = parser.parse_args(arguments)
     if why := why_not():
         parser.error(why)
+    if options.json:  # an hour later it would be too late
+        options.json.open("a").close()
     print("| queue | TCP | averaging | heartbeat | late | silence | lost | vote | other | status | failed | join |")
     print("|" + "---|" * 12, flush=True)
     for queue in options.queues:

@@ -77,13 +77,18 @@ class Scenario:
             raise ValueError(f"{self.protocol} does not use the directory")
         if self.pull is not None and not (self.protocol == "gossip" and 0 < self.pull < MOST_PULL):
             raise ValueError(f"a pull is of gossip, above 0 and below {MOST_PULL:g}: {self.protocol}, {self.pull}")
-        if self.protocol != "butterfly" and (self.stages > 1 or self.overlaps):
-            raise ValueError(f"stages and overlap are of the butterfly, not of {self.protocol}")
-        if not 1 <= self.stages <= self.peers or self.batches < 1:
-            raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
+        self._check_butterfly()
         strangers = (self.faults or Faults()).peers() - set(self.names())
         if strangers:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")
+
+    def _check_butterfly(self) -> None:
+        if self.protocol != "butterfly" and (self.stages > 1 or self.overlaps):
+            raise ValueError(f"stages and overlap are of the butterfly, not of {self.protocol}")
+        if self.stages > 1 and self.overlaps:
+            raise ValueError("stages and overlap do not go together")
+        if not 1 <= self.stages <= self.peers or self.batches < 1:
+            raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
 
     def names(self) -> tuple[PeerId, ...]:
         return tuple(f"p{index}" for index in range(self.peers))
