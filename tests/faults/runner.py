@@ -180,7 +180,7 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
         raise Unplayable(f"{what}; take more peers, or another scenario")
     if options.loose and options.stages > 1:
         raise Unplayable(f"{name} needs stages, which average by butterfly, not by {options.protocol}")
-    if options.task == "keep" and (options.protocol != "butterfly" or scenario.stages):
+    if options.task == "keep" and (options.loose or options.stages > 1):
         raise Unplayable("--task keep is for butterfly, without stages")
     why = why_not()
     if why and scenario.network:
