@@ -55,7 +55,8 @@ SIM_CRASHES := $(addprefix sim-at-every-message-,crash silence one-way stall)
 SIM_OVERLAPS := $(addprefix sim-overlap-at-every-message-,crash silence one-way stall)
 SIM_PAUSES := $(addprefix sim-pauses-,butterfly push_sum data_parallel ring parameter_server parameter_server_async)
 SIM_PARTS := $(SIM_CRASHES) sim-pairs-of-crashes sim-calm sim-large sim-sixteen $(SIM_OVERLAPS) sim-overlap \
-	sim-breaking sim-leaving sim-votes sim-stages sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip sim-moshpit $(SIM_PAUSES) sim-pauses-stages
+	sim-breaking sim-leaving sim-votes sim-stages sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip \
+	sim-moshpit $(SIM_PAUSES) sim-pauses-stages
 .PHONY: sim-all $(SIM_PARTS)
 
 sim: install
