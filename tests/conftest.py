@@ -23,6 +23,10 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+LONG_SECONDS = 180
+"""A long test's time on a machine that plays others beside it, if it asks for no other."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also the tests marked long, which `make sim` runs")
 
@@ -46,6 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]  # `python -m tests.gpu` runs them
     if not config.option.long:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

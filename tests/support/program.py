@@ -16,7 +16,7 @@ def run(program: str, *arguments: str, environment: Mapping[str, str], home: Pat
         code = (
             warm.server()
             .start(__name__, (program, *arguments), environment, {1: out.fileno(), 2: err.fileno()})
-            .wait(55)
+            .wait(170)  # the test's own time ends earlier
         )
     assert code == 0, warnings.read_text()
     return said.read_text(), warnings.read_text()
