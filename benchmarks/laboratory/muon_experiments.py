@@ -33,6 +33,8 @@ from node.tasks.gpt_presets import MANY_ROUNDS, SHORT_ROUND, USUAL_OUTER_STEP
 LOST = 0.5
 MUON_ROUNDS = 61
 """Of 80 rounds: more is saved than Muon's longer steps take, but those of w128 and w256 on CPUs without AVX-512."""
+FRAGMENTS = 5
+"""So many times the rounds, each a fifth of `INNER_STEPS`."""
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
 RATE, OUTER_STEP, PRESETS_OUTER_STEP = 4.0, (0.4, 0.8), (0.7, 0.8)
 """Of Muon. `OUTER_STEP` is as good as the presets' in rounds of 25 steps, and worse in longer ones."""
@@ -171,19 +173,32 @@ def peers(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
 
 
 def overlaps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
-    """Averaging that takes half of a round, or all of it, while the peers train on; with both inner optimisers."""
+    """Rounds that take a part of their time to average while the peers train on, whole and in five fragments."""
     plain = {
         "Muon": _muon(known, "diloco", MANY, outer=PRESETS_OUTER_STEP),
         "AdamW": known.best("diloco", MANY),
     }
-    half = INNER_STEPS // 2
-    kinds: tuple[tuple[str, int, Variant, range], ...]
-    kinds = (("keep", half, "", MANY), ("keep", INNER_STEPS - 1, "", FEW), ("naive", half, "naive", FEW[:1]))
-    for kind, delay, variant, seeds in kinds:
+    short = INNER_STEPS // FRAGMENTS
+    kinds: tuple[tuple[str, int, int, Variant, range], ...] = (
+        ("five fragments, keep", FRAGMENTS, short // 2, "", MANY),
+        ("keep", 1, INNER_STEPS // 4, "", MANY),
+        ("keep", 1, INNER_STEPS // 2, "", MANY),
+        ("five fragments, strided, keep", FRAGMENTS, short // 2, "strided", FEW),
+        ("five fragments, keep", FRAGMENTS, 0, "", FEW),
+        ("five fragments, keep", FRAGMENTS, short - 1, "", FEW),
+        ("keep", 1, INNER_STEPS - 1, "", FEW),
+        ("naive", 1, INNER_STEPS // 2, "naive", FEW[:1]),
+    )
+    for kind, fragments, delay, variant, seeds in kinds:
+        cut = {"fragments": fragments, "delay": delay, "variant": variant, "inner_steps": INNER_STEPS // fragments}
         for name, trials in plain.items():
-            late = (replace(each, run=replace(each.run, delay=delay, variant=variant)) for each in trials)
-            found = tuple(each for each in late if each.run.seed in seeds)
-            yield Row(f"{name}, {kind}, {delay} of {INNER_STEPS} steps late", found, {f"{name}, nothing late": trials})
+            late = (replace(each.run, rounds=fragments * each.run.rounds, **cut) for each in trials)
+            found = tuple(LabRun(plain[name][0].arm, run) for run in late if run.seed in seeds)
+            yield Row(
+                f"{name}, {kind}, {delay} of {INNER_STEPS // fragments} steps late",
+                found,
+                {f"{name}, nothing late": trials},
+            )
 
 
 def trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:

@@ -18,6 +18,7 @@ from node.tasks.gpt import GptTask
 from node.tasks.text import Text, load
 from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining
+from protocols.base import Layout
 from protocols.allreduce.plan import allowances, clip_factors, part_bounds
 from protocols.vectors.codec import codec
 from protocols.vectors.coding import carry
@@ -70,6 +71,12 @@ def train_round(training: LocalTraining, number: int, inner_steps: int) -> None:
         training.step()
 
 
+def trained_tokens(training: LocalTraining) -> int:
+    """Tokens since its parameters were written."""
+    work = training.work()
+    return work.tokens - work.carried
+
+
 def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None) -> History:
     """A mean with clipped norms and an outer step in each round.
 
@@ -82,32 +89,83 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
     trainings = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     history, recent = History(), deque[torch.Tensor](maxlen=run.averaged)
     anchor = trainings[0].learner.vector.clone()
-    velocity, outer, reduction = torch.zeros_like(anchor), run.outer_sgd(), _Reducer(run, len(anchor))
+    fragments = [
+        _Fragment(run, part, anchor) for part in fragment_indices(trainings[0].learner.layout, run.fragments, run)
+    ]
+    outer, tokens = run.outer_sgd(), [0.0] * run.peers
     for number in range(run.rounds):
-        for training in trainings:
-            train_round(training, number, run.inner_steps - (run.delay if number else 0))
-        counted = weights[number] if weights else [float(training.work().tokens) for training in trainings]
-        deltas = torch.stack([anchor - training.learner.vector for training in trainings])
-        if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
-            velocity.zero_()
-        handed_in = [training.learner.vector.clone() for training in trainings] if run.delay else []
+        fragment = fragments[number % run.fragments]
         overlaps = bool(run.delay) and number + 1 < run.rounds
-        for training in trainings if overlaps else ():
-            train_round(training, number + 1, run.delay)
-        begun = [
-            training.learner.vector - before for training, before in zip(trainings, handed_in, strict=bool(run.delay))
-        ]
-        outer.at(number).step(anchor, velocity, reduction.mean(deltas, counted))
-        recent.append(anchor.clone())
-        if run.is_evaluated(number + 1):
-            trainings[0].write(torch.stack(tuple(recent)).mean(0), tokens=int(overlaps))
-            history.append(((number + 1) * run.inner_steps, trainings[0].evaluate()))
         for index, training in enumerate(trainings):
-            keeps = overlaps and run.variant != "naive"
-            training.write(anchor + begun[index] if keeps else anchor, anchor, tokens=int(overlaps))
+            train_round(training, number, run.inner_steps - (run.delay if number else 0))
+            tokens[index] += trained_tokens(training)
+        counted = weights[number] if weights else fragment.take_tokens(tokens)
+        if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
+            fragment.velocity.zero_()
+        mean, handed_in = fragment.mean([training.learner.vector for training in trainings], counted)
+        before = [training.learner.vector.clone() for training in trainings] if run.variant == "naive" else []
+        for index, training in enumerate(trainings):
+            training.reset(1)
+            if overlaps:
+                train_round(training, number + 1, run.delay)
+                tokens[index] += trained_tokens(training)
+        outer.at(number).step(fragment.anchor, fragment.velocity, mean)
+        anchor[fragment.part] = fragment.anchor
+        recent.append(anchor.clone())
+        for index, training in enumerate(trainings):
+            local = before[index] if before else training.learner.vector
+            local[fragment.part] = fragment.anchor + (0 if before else local[fragment.part] - handed_in[index])
+            training.write(local.clone(), anchor, tokens=1)
+        if run.is_evaluated(number + 1):
+            history.append(((number + 1) * run.inner_steps, _evaluate(trainings[0], recent)))
         if run.variant == "moments":
             _average_moments([training.learner for training in trainings])  # type: ignore[misc]
     return history
+
+
+def _evaluate(training: LocalTraining, recent: Sequence[torch.Tensor]) -> float:
+    local, anchor = training.learner.vector.clone(), training.anchor.clone()
+    training.write(torch.stack(tuple(recent)).mean(0), tokens=1)
+    found = training.evaluate()
+    training.write(local, anchor, tokens=1)
+    return found
+
+
+class _Fragment:
+    """The elements of the vector that some of the rounds average."""
+
+    def __init__(self, run: Run, part: torch.Tensor, anchor: torch.Tensor) -> None:
+        self.part, self.anchor = part, anchor[part]
+        self.velocity, self._reduction = torch.zeros_like(self.anchor), _Reducer(run, len(part))
+        self._tokens = [0.0] * run.peers
+
+    def take_tokens(self, tokens: Sequence[float]) -> list[float]:
+        """Tokens of each peer since its last round."""
+        taken = [now - before for now, before in zip(tokens, self._tokens, strict=True)]
+        self._tokens = list(tokens)
+        return taken
+
+    def mean(
+        self, locals_: Sequence[torch.Tensor], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The mean of the pseudo-gradients, and each peer's local parameters as they were handed in."""
+        handed_in = [local[self.part] for local in locals_]
+        return self._reduction.mean(torch.stack([self.anchor - each for each in handed_in]), weights), handed_in
+
+
+def fragment_indices(layout: Layout, count: int, run: Run) -> list[torch.Tensor]:
+    """The elements of each fragment: equal parts of the vector or, if strided, of its layers, each `count`-th first."""
+    elements = sum(layout.sizes())
+    order = torch.arange(elements)
+    if run.variant == "strided":
+        blocks: dict[str, int] = {}
+        low, keyed = 0, []
+        for name, shape in layout.fragments[0]:
+            block = blocks.setdefault(".".join(name.split(".")[:2]), len(blocks))
+            keyed.append((block % count, block, order[low : low + math.prod(shape)]))
+            low += math.prod(shape)
+        order = torch.cat([part for *_, part in sorted(keyed, key=lambda each: each[:2])])
+    return [part.clone() for part in torch.tensor_split(order, count)]
 
 
 def _average_moments(members: Sequence[LabMember]) -> None:

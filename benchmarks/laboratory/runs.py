@@ -25,13 +25,14 @@ UNIT_RATES = {"w64": 3e-3, "w96": 2e-3, "w128": 2e-3, "w192": 2e-3, "w256": 2e-3
 OuterStep = tuple[float, float]
 """Learning rate and momentum."""
 
-Variant = Literal["", "zero", "restarts", "moments", "naive"]
+Variant = Literal["", "zero", "restarts", "moments", "naive", "strided"]
 """What a run does differently.
 
 zero        the cosine of the inner rate ends at zero, not at the recipe's `final_fraction`
 restarts    the outer momentum begins at zero again after each quarter
 moments     the peers average the moments of AdamW after each round
 naive       with a delay, the peers go on from the outer parameters, and what they did meanwhile is lost
+strided     a fragment has every n-th layer instead of neighbours
 """
 
 
@@ -50,6 +51,7 @@ class Run:
             parameters: learning rate 1, momentum 0.
         delay: inner steps that averaging takes. The peers take them meanwhile, and keep them (`recipe.overlap`); they
             are the first of the next round.
+        fragments: of the vector, one of which is averaged in each round, in turn (`recipe.fragments`).
         averaged: the mean of the outer parameters after so many last rounds is evaluated; training is unchanged.
         variant: as `Variant` says; in memory only, as is averaged.
         evaluation_steps: inner steps between two evaluations, rounded down to whole rounds. Not in the name.
@@ -68,6 +70,7 @@ class Run:
     speeds: tuple[float, ...] = ()
     decay: float = 0.0
     delay: int = 0
+    fragments: int = 1
     averaged: int = 1
     variant: Variant = ""
     evaluation_steps: int = 200
@@ -82,6 +85,7 @@ class Run:
             "speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else "",
             f"decay={self.decay:g}" if self.decay else "",
             f"delay={self.delay}" if self.delay else "",
+            f"fragments={self.fragments}" if self.fragments > 1 else "",
             f"averaged={self.averaged}" if self.averaged > 1 else "",
             self.variant,
         )
