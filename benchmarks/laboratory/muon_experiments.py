@@ -190,15 +190,21 @@ def overlaps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         ("naive", 1, INNER_STEPS // 2, "naive", FEW[:1]),
     )
     for kind, fragments, delay, variant, seeds in kinds:
-        cut = {"fragments": fragments, "delay": delay, "variant": variant, "inner_steps": INNER_STEPS // fragments}
+        steps = INNER_STEPS // fragments
         for name, trials in plain.items():
-            late = (replace(each.run, rounds=fragments * each.run.rounds, **cut) for each in trials)
-            found = tuple(LabRun(plain[name][0].arm, run) for run in late if run.seed in seeds)
-            yield Row(
-                f"{name}, {kind}, {delay} of {INNER_STEPS // fragments} steps late",
-                found,
-                {f"{name}, nothing late": trials},
-            )
+            late = [
+                replace(
+                    each.run,
+                    rounds=fragments * each.run.rounds,
+                    inner_steps=steps,
+                    fragments=fragments,
+                    delay=delay,
+                    variant=variant,
+                )
+                for each in trials
+            ]
+            found = tuple(LabRun("diloco", run) for run in late if run.seed in seeds)
+            yield Row(f"{name}, {kind}, {delay} of {steps} steps late", found, {f"{name}, nothing late": trials})
 
 
 def trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:

@@ -18,8 +18,8 @@ from node.tasks.gpt import GptTask
 from node.tasks.text import Text, load
 from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining
-from protocols.base import Layout
 from protocols.allreduce.plan import allowances, clip_factors, part_bounds
+from protocols.base import Layout
 from protocols.vectors.codec import codec
 from protocols.vectors.coding import carry
 from protocols.vectors.sparse import sent, settle
