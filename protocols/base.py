@@ -52,6 +52,10 @@ def stage_scope(stage: int) -> str:
     return f"{RUN_SCOPE}/stage/{stage}"
 
 
+ALL = slice(None)
+"""The whole of a vector, where a part can be given."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoundKey:
     """Identifies a round. Every frame of the round is bound to it."""
@@ -60,7 +64,7 @@ class RoundKey:
     scope: str  # which parameters are averaged: peers of equal scope hold the same ones
     lineage: bytes  # hash of the record that this round extends, 32 bytes
     round: int
-    fragment: int = 0  # index of the model fragment that this round commits
+    fragment: int = 0  # index of the fragment of the parameters that this round averages
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,6 +96,12 @@ class Head:
     # Larger rosters that the present one has shrunk from, the latest first. Derived from the chain: two heads of one
     # lineage never differ in it.
     former: tuple[tuple[Member, ...], ...] = field(default=(), compare=False)
+    fragments: int = 1  # of the model; training rounds commit one after the other
+
+    @property
+    def next_fragment(self) -> int:
+        """The fragment of the training round after the one that extends this head."""
+        return (self.key.fragment + 1) % self.fragments
 
 
 class Header:
@@ -177,7 +187,7 @@ class SyncStatus:
 @dataclass(frozen=True, slots=True)
 class Settings:
     codec: str  # of vectors on the wire; this and the next two are equal at all peers of a run
-    elements: tuple[int, ...]  # length of each fragment's flat vector
+    elements: tuple[int, ...]  # length of each fragment of the flat vector; rounds average them in turn
     chunk_elements: int = CHUNK_BYTES // 4  # the unit in which vectors travel and are reduced
     bandwidth: float = 12.5e6  # upload of this peer, bytes/s; determines the size of the part that it reduces
     bandwidth_limit: Callable[[], float] = lambda: math.inf  # what this peer may send now, bytes/s; may change
@@ -455,7 +465,8 @@ class Trainer(Protocol):
     ) -> LocalProgress:
         """Train from the present parameters until `cut` is set, which is checked after every inner step.
 
-        The round before the one that was trained for last is complete: its mean was on its way when that began.
+        The round before the one that was trained for last is complete: its mean was on its way when that began. The
+        norm of the progress is that of the key's fragment.
 
         `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
         round's inner steps are complete, and at each growth by a tenth. Without `surplus`, no step follows the complete
@@ -468,12 +479,13 @@ class Trainer(Protocol):
     async def release(self) -> None:
         """Free what computing needs, between two rounds. The next command gets it back."""
 
-    async def read(self, into: Vector) -> None:
-        """Copy the local parameters into `into`, between two inner steps."""
+    async def read(self, into: Vector, part: slice = ALL) -> None:
+        """Copy the local parameters, or a part of them, into `into`, between two inner steps."""
 
-    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
         """Replace the local parameters and reset the progress. The inner optimiser keeps its state.
 
         The pseudo-gradient is measured from `anchor`, by default `source`. A peer that keeps work of `tokens` that no
-        round has counted passes the new anchor minus that work as `source`.
+        round has counted passes the new anchor minus that work as `source`. With `part`, the vectors are those of a
+        fragment, and all else stays as it is; `tokens` are those of the fragment that is averaged next.
         """

@@ -21,6 +21,7 @@ from node.tasks.spec import GptValues, LoopValues, OwnValues, PacedValues, Stage
 from protocols.allreduce.plan import cost_seconds, least_claim
 from protocols.base import Member, Settings
 from protocols.vectors.codec import codec
+from protocols.vectors.views import fragment_sizes
 from protocols.wire import MAX_ROSTER
 
 KEEP_ROUNDS = 4
@@ -204,7 +205,7 @@ def protocol_settings(
     config = manifest.config
     return Settings(
         codec=config.codec,
-        elements=manifest.elements_of(stage),
+        elements=fragment_sizes(sum(manifest.elements_of(stage)), config.recipe.parts),
         chunk_elements=config.chunk_elements,
         bandwidth=mine.bandwidth_bytes_per_second,
         bandwidth_limit=bandwidth_limit,
@@ -219,7 +220,8 @@ def protocol_settings(
 
 def vector_bytes(manifest: Manifest, stage: int = 0) -> int:
     """Bytes of what a peer sends in a round, encoded."""
-    return codec(manifest.config.codec).encoded_bytes(max(manifest.elements_of(stage)))
+    sizes = fragment_sizes(sum(manifest.elements_of(stage)), manifest.config.recipe.parts)
+    return codec(manifest.config.codec).encoded_bytes(max(sizes))
 
 
 def check_caps(manifest: Manifest, mine: PeerConfig, stage: int = 0) -> None:

@@ -186,9 +186,12 @@ class RunConfig:
     def _check_recipe(self) -> None:
         if self.recipe.outer_pull and self.protocol != "gossip":
             raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
-        if self.recipe.overlap and (self.protocol != "butterfly" or self.stages > 1):
-            where = "a run with stages" if self.stages > 1 else self.protocol
-            raise ValueError(f"recipe.overlap is for butterfly, without stages: not for {where}")
+        for name in ("overlap", "fragments"):
+            if getattr(self.recipe, name) and (self.protocol != "butterfly" or self.stages > 1):
+                where = "a run with stages" if self.stages > 1 else self.protocol
+                raise ValueError(f"recipe.{name} is for butterfly, without stages: not for {where}")
+        if self.elements and self.elements < self.recipe.parts:
+            raise ValueError(f"{self.elements} elements cannot be cut into {self.recipe.parts} fragments")
         if self.recipe.inner_optimizer == "muon" and self.hf and self.hf.train == "lora":
             raise ValueError("recipe.inner_optimizer muon is for hidden matrices: adamw trains adapters")
 

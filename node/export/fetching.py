@@ -198,7 +198,8 @@ class _Download:
             write_atomically(directory / STAGE, seat_to_bytes(seat))
         archive, key = CertificateLog(directory / "certificates.bin"), bytes.fromhex(manifest.run_id)
         self.directory, self._run, self._layout = directory, manifest.run_id, run.layouts[stage]
-        self._chain = Chain(key, manifest.scope(stage), (first,), manifest.root_of(stage), archive)
+        root, parts = manifest.root_of(stage), manifest.config.recipe.parts
+        self._chain = Chain(key, manifest.scope(stage), (first,), root, archive, fragments=parts)
         self._sync = ChainSync(
             host,
             protocol_settings(manifest, PeerConfig(), INCARNATION, stage),

@@ -232,7 +232,7 @@ class ScriptWorker:
         self._shared = Shared(page, parameters.elements, torch.empty(0))
         if not known:
             parameters.copy_out(self._shared.local, fresh=True)
-        self._inner_steps = int(spec["recipe"]["inner_steps"])
+        self._inner_steps, self._fragments = int(spec["recipe"]["inner_steps"]), spec["recipe"]["fragments"] or 1
         device, evaluates = device_name(parameters.device), self._evaluate is not None
         self._tell("done", {"layout": parameters.layout.fragments, "evaluates": evaluates, "device": device})
         self.state = State.WAITING
@@ -242,7 +242,7 @@ class ScriptWorker:
         shared = self._shared
         shared.anchor = read_only_vector(link.descriptors[1], self.parameters.elements)
         learner = _ScriptLearner(shared.local, self.parameters.layout)
-        self.training = LocalTraining(learner, self._inner_steps, shared.anchor)
+        self.training = LocalTraining(learner, self._inner_steps, shared.anchor, self._fragments)
 
     def _take(self, carried: int | None) -> None:
         if carried is not None:
@@ -258,7 +258,7 @@ class ScriptWorker:
         self.round, self._surplus = command["round"], command["surplus"]
         self._counter.forget()  # what was trained since the last round was trained alone
         if command["begin"]:
-            self.training.begin(self.round)
+            self.training.begin(self.round, command["fragment"])
         self._next_report, self._mark = 0.0, time.perf_counter()
         self._steps_to_tell = math.inf if self.training.complete else self.training.steps_left
         self._tell("progress", as_json(self.training.work()))

@@ -47,7 +47,8 @@ class CatchUp:
     own: OuterState  # the peer's state, at `lineage`
     lineage: bytes
     snapshots: Sequence[Snapshot]  # that the peer kept, of this chain or another
-    scratch: Vector  # memory for a mean, float32 (n)
+    scratch: Vector  # memory for the mean of the largest fragment
+    part: Callable[[int], slice]  # a fragment's place in the vector
     deadline: Deadline  # past it, the attempt continues only while it makes progress
 
     async def run(self) -> CatchUpResult | None:
@@ -136,8 +137,10 @@ class CatchUp:
                 if number + 1 < len(links):  # on its way while this step is taken
                     ahead = group.create_task(self._parts(links[number + 1]))
                 if link.record.averaged:
-                    await self.fetcher.decode(parts, self.scratch)
-                    finite = await state.step(self.scratch, trained[number]) and finite
+                    part = self.part(link.certificate.key.fragment)
+                    mean = self.scratch[: len(state.anchor[part])]
+                    await self.fetcher.decode(parts, mean)
+                    finite = await state.step(mean, trained[number], part) and finite
                     replayed += 1
                 self.fetcher.sync_progress.rounds_here += 1
         return CatchUpResult(state, replayed, finite, snapshot)

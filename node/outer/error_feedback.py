@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from node.runtime import tensors
-from protocols.base import AveragingResult, Compute, LocalProgress, PeerId, Vector
+from protocols.base import ALL, AveragingResult, Compute, LocalProgress, PeerId, Vector
 from protocols.vectors.codec import Codec
 from protocols.vectors.sparse import sent, settle
 from protocols.vectors.views import norm
@@ -30,42 +30,53 @@ _ABOUT = {"format": "starling error feedback 1"}
 
 
 class ErrorFeedback:
-    """The residual of one peer, float32 (n), which is added to the next pseudo-gradient."""
+    """The residual of one peer, float32 (n), which is added to the next pseudo-gradient.
+
+    A pseudo-gradient and what is sent of it are those of a part of the vector: of the fragment that a round averages.
+    """
 
     def __init__(self, codec: Codec, elements: int, compute: Compute, extra: int = 0) -> None:
         self._extra = slice(elements - extra, elements)
         self.residual, self._outgoing = torch.zeros(elements), torch.zeros(elements)
         self._codec, self._compute = codec, compute
-        self._norm = 0.0
+        self._norms: dict[tuple[int, int], float] = {}  # of the parts that were sent since it was loaded
+        self._whole = 0.0  # norm of all that was loaded
 
-    def offered(self, work: LocalProgress) -> LocalProgress:
+    def offered(self, work: LocalProgress, part: slice = ALL) -> LocalProgress:
         """The peer's progress, with an upper bound of the norm of what it will send."""
         if not work.tokens:
             return work
-        return replace(work, norm=min(MAX_NORM, work.norm + self._codec.decay * self._norm))
+        left = self._norms.get(self._bounds(part), self._whole)
+        return replace(work, norm=min(MAX_NORM, work.norm + self._codec.decay * left))
 
-    async def outgoing(self, delta: Vector) -> Vector:
-        """What to send of a pseudo-gradient, float32 (n), and of the residual. Valid until the next call."""
-        await self._compute.run(lambda: sent(self._codec, self.residual, delta, self._outgoing), 16 * len(delta))
-        return self._outgoing
+    def _bounds(self, part: slice) -> tuple[int, int]:
+        return part.indices(len(self.residual))[:2]
 
-    async def conclude(self, me: PeerId, mean: AveragingResult, delta: Vector) -> None:
+    async def outgoing(self, delta: Vector, part: slice = ALL) -> Vector:
+        """What to send of a pseudo-gradient and of the residual. Valid until the next call."""
+        residual, outgoing = self.residual[part], self._outgoing[part]
+        await self._compute.run(lambda: sent(self._codec, residual, delta, outgoing), 16 * len(delta))
+        return outgoing
+
+    async def conclude(self, me: PeerId, mean: AveragingResult, delta: Vector, part: slice = ALL) -> None:
         """Update the residual after a decided mean, for which `outgoing` was called with this pseudo-gradient.
 
         If the mean counts what the peer sent for an earlier plan instead, the residual becomes zero.
         """
         if me not in mean.peers:
             return
+        residual, outgoing = self.residual[part], self._outgoing[part]
         if mean.weights.get(me):
-            await self._compute.run(lambda: settle(self._codec, self.residual, delta, self._outgoing), 16 * len(delta))
+            await self._compute.run(lambda: settle(self._codec, residual, delta, outgoing), 16 * len(delta))
             self.residual[self._extra] = 0.0
-            self._norm = await self._compute.run(lambda: norm([self.residual]), 4 * len(delta))
         else:
-            self.forget()
+            residual.zero_()
+        self._norms[self._bounds(part)] = await self._compute.run(lambda: norm([residual]), 4 * len(delta))
 
     def forget(self) -> None:
         self.residual.zero_()
-        self._norm = 0.0
+        self._norms.clear()
+        self._whole = 0.0
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
@@ -87,7 +98,7 @@ class ErrorFeedback:
         except (OSError, tensors.Unreadable) as error:
             log.warning("the error feedback is lost, starting from zero: %s", getattr(error, "strerror", None) or error)
             self.forget()
-        self._norm = await self._compute.run(lambda: norm([self.residual]), self.bytes)
+        self._whole = await self._compute.run(lambda: norm([self.residual]), self.bytes)
 
 
 def feedback(codec: Codec, elements: int, compute: Compute, extra: int = 0) -> ErrorFeedback | None:

@@ -249,8 +249,7 @@ class OuterLoop(ABC):
         work = replace(work, leaving=self._departs, resting=rests)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self.last_round and work.complete):
             work = replace(work, complete=True, leaving=True, resting=False)
-        work = replace(work, state_root=state_root)
-        return self.feedback.offered(work) if self.feedback else work
+        return replace(work, state_root=state_root)
 
     def _learn_limit(self, watch: LapTimer) -> None:
         self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from node.outer.fragments import Fragments
 from node.outer.state import OuterState
-from protocols.base import LocalProgress, RoundKey, Trainer, Vector
+from protocols.base import Head, LocalProgress, RoundKey, Trainer, Vector
 
 
 class Overlap:
@@ -17,14 +18,14 @@ class Overlap:
 
     The peer has handed in its pseudo-gradient Δ, measured from the anchor θ. Its parameters are x = θ - Δ + s, with the
     overlapped work s. When the outer step has moved the anchor to θ', the parameters become θ' + s, which is x plus the
-    shift θ' - θ + Δ.
+    shift θ' - θ + Δ. All this is of the fragment that the round averages; the others are not changed.
     """
 
-    def __init__(self, trainer: Trainer, handed_in: LocalProgress) -> None:
-        """`handed_in` is the trainer's progress at the cut. There is no such work until `run`."""
+    def __init__(self, trainer: Trainer, fragments: Fragments, head: Head, handed_in: LocalProgress) -> None:
+        """`handed_in` is the progress at the cut of the round after `head`. There is no overlapped work until `run`."""
         self._trainer, self._resets = trainer, trainer.resets
+        self._fragments, self._head = fragments, head
         self._handed_in, self._work = handed_in, handed_in
-        self.has_run = False
         self._restarted = False  # from the anchor instead of x, because a worker died
 
     @asynccontextmanager
@@ -39,23 +40,28 @@ class Overlap:
             self._work = await training
             progress(self._work)
             resets, self._resets = self._resets, self._trainer.resets
-            self.has_run, self._restarted = True, self._resets != resets
+            self._restarted = self._resets != resets
 
     async def step(self, state: OuterState, trained: int, mean: Vector, delta: Vector, keeps: bool) -> bool:
         """Take the outer step along `mean`, and shift the local parameters; whether all outer parameters are finite.
 
         They keep the overlapped work; with `keeps`, also `delta`, what was handed in. Both vectors are overwritten.
         """
-        anchor, shift, local, cost_bytes = state.anchor, delta, mean, 8 * len(state.anchor)
-        stays = keeps or self._restarted
+        index, trainer = self._head.key.fragment, self._trainer
+        part, stays = self._fragments.part(index), keeps or self._restarted
+        anchor, shift, local, cost_bytes = state.anchor[part], delta, mean, 8 * len(delta)
         before = (lambda: torch.neg(anchor, out=shift)) if stays else (lambda: shift.sub_(anchor))
         await state.compute.run(before, cost_bytes)  # now, because the outer step changes the anchor in place
-        finite = await state.step(mean, trained)
-        await self._trainer.read(local)
-        tokens = self._work.tokens - (0 if stays else self._handed_in.tokens)
-        if tokens <= 0 or self._trainer.resets != self._resets:  # no work, or a worker has died since
-            await self._trainer.write(anchor)
+        finite = await state.step(mean, trained, part)
+        left = None if stays else self._work.tokens - self._handed_in.tokens
+        if left != 0 or self._fragments.count > 1:
+            await trainer.read(local, part)
+        if trainer.resets != self._resets:  # a worker has died since
+            await trainer.write(state.anchor)
+            self._fragments.forget()
             return finite
-        await state.compute.run(lambda: local.add_(shift.add_(anchor)), 2 * cost_bytes)
-        await self._trainer.write(local, anchor=anchor, tokens=tokens)
+        left, tokens = self._fragments.averaged(self._head, self._work, left)
+        if left:
+            await state.compute.run(lambda: local.add_(shift.add_(anchor)), 2 * cost_bytes)
+        await trainer.write(local if left else anchor, anchor=anchor, tokens=tokens, part=part)
         return finite

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import torch
-
 from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
 from node.outer.error_feedback import ErrorFeedback
+from node.outer.fragments import Fragments
 from node.outer.outer_loop import CATCH_UP_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult, diverged
 from node.outer.overlap import Overlap
 from node.outer.state import OuterState, pseudo_gradient
@@ -65,7 +64,9 @@ class ReplicatedOuterLoop(OuterLoop):
         me = averager.me
         super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
         self.chain, self.averager, self.feedback = chain, averager, feedback
-        self._delta, self._mean = torch.empty_like(state.anchor), torch.empty_like(state.anchor)
+        self.fragments = Fragments(trainer, len(state.anchor), chain.head.fragments)
+        size = self.fragments.largest
+        self._delta, self._mean = state.anchor.new_empty(size), state.anchor.new_empty(size)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
         self._overlaps, self._average_seconds = overlaps, math.inf  # of the last decided round; at first not known
         self._since: float | None = None  # when the overlapped work began that the next round starts from
@@ -126,6 +127,11 @@ class ReplicatedOuterLoop(OuterLoop):
             behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
             sync.stranded = report.outcome == Outcome.UNDECIDED
 
+    def _offered(self, work: LocalProgress, state_root: bytes, rests: bool = False) -> LocalProgress:
+        index = self.chain.head.key.fragment
+        work = super()._offered(self.fragments.work(index, work), state_root, rests)
+        return self.feedback.offered(work, self.fragments.part(index)) if self.feedback else work
+
     # -- a round ------------------------------------------------------------------------------------------------------
 
     async def run_round(self) -> RoundReport:
@@ -137,19 +143,22 @@ class ReplicatedOuterLoop(OuterLoop):
             # alone, there is no other peer to wait for: train the same number of steps each round
             surplus = len(head.roster) > 1
             due = replace(head.key, round=self.chain.trained)
+            part = self.fragments.part(head.key.fragment)
             work, offers = await self._train(session, due, head.state_root, surplus)
             watch.lap("train")
             self._show_progress("averaging", work)
             if diverged(work):  # start again from the anchor, and contribute nothing
                 await self.trainer.write(self.anchor)
+                self.fragments.forget()
                 work = replace(work, tokens=0, norm=0.0)
-            await self.trainer.read(self._delta)
+            anchor = self.anchor[part]
+            delta = self._delta[: len(anchor)]
+            await self.trainer.read(delta, part)
             async with self._overlap(work, watch) as overlap:
-                cost_bytes = 4 * len(self.anchor)
-                await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
-                sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
+                await self._compute.run(lambda: pseudo_gradient(anchor, delta, delta), 4 * len(delta))
+                sent = await self.feedback.outgoing(delta, part) if self.feedback else delta
                 work = self._offered(work, head.state_root)
-                mean = await session.average([sent], work, [self._mean])
+                mean = await session.average([sent], work, [self._mean[: len(delta)]])
                 self._offer_again = lambda: None
                 if mean.outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
                     self._average_seconds = watch.since_lap()
@@ -167,13 +176,14 @@ class ReplicatedOuterLoop(OuterLoop):
 
         With longer steps, this peer would enter the next round late by more than averaging takes.
         """
-        head, overlap, trained = self.chain.head, Overlap(self.trainer, work), self._trained
+        head, trained = self.chain.head, self._trained
+        overlap = Overlap(self.trainer, self.fragments, head, work)
         ends = self.leaving or self.last_round or self.me not in head.roster
         if not self._overlaps or ends or len(head.roster) == 1 or self._average_seconds < work.step_seconds:
             yield overlap
             return
         cut, tokens, seconds = asyncio.get_running_loop().time(), trained.tokens, trained.seconds
-        following = replace(head.key, round=self.chain.trained + 1)
+        following = replace(head.key, round=self.chain.trained + 1, fragment=head.next_fragment)
         self.is_overlapped = True
         try:
             async with overlap.run(following, lambda work: self._show_progress("averaging", work)):
@@ -205,17 +215,15 @@ class ReplicatedOuterLoop(OuterLoop):
         async with self._changes():
             self.chain.extend(certificate, record)
             if mean.outcome is Outcome.COMMITTED:
+                part = self.fragments.part(head.key.fragment)
+                size = len(self.anchor[part])
+                delta, found = self._delta[:size], self._mean[:size]
                 if self.feedback:
-                    await self.feedback.conclude(me.peer, mean, self._delta)
+                    await self.feedback.conclude(me.peer, mean, delta, part)
                 trained = self.chain.trained_at(head.key.lineage)
-                keeps = self._keeps(mean, done.work, one_step)
-                if overlap.has_run:
-                    finite = await overlap.step(self.state, trained, self._mean, self._delta, keeps)
-                else:
-                    finite = await self.state.step(self._mean, trained)
-                    await self._restart_training(done.work.tokens if keeps else 0)
+                finite = await overlap.step(self.state, trained, found, delta, self._keeps(mean, done.work, one_step))
                 done = replace(done, finite=finite)
-                self._remember(mean, done.work.tokens)
+                self._remember(mean, done.work.tokens // self.fragments.count)
             await self._settled()
         return replace(done, outcome="fork") if record.kind == Kind.FORK else done
 
@@ -230,14 +238,6 @@ class ReplicatedOuterLoop(OuterLoop):
         weight = mean.weights.get(me)
         late = weight == 0 or (weight is None and one_step and me not in mean.peers)
         return late and work.tokens > 0
-
-    async def _restart_training(self, kept_tokens: int) -> None:
-        """Set the trainer to the new anchor; with tokens that it keeps, less the work that was handed in."""
-        if not kept_tokens:
-            return await self.trainer.write(self.anchor)
-        local = self._mean  # no longer needed: reused for the local parameters
-        await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), 12 * len(self.anchor))
-        await self.trainer.write(local, anchor=self.anchor, tokens=kept_tokens)
 
     def _remember(self, mean: AveragingResult, tokens: int) -> None:
         """How much of this peer's work the round has counted, for the report of a switch of branch."""
@@ -266,7 +266,9 @@ class ReplicatedOuterLoop(OuterLoop):
         reached = None
         if branch or self.chain.lacks_state:
             held = self._snapshots.held()
-            attempt = CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline)
+            attempt = CatchUp(
+                sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, self.fragments.part, deadline
+            )
             reached = await self.activity.unless(lambda: self.may_be_away, attempt.run())
         lost_rounds, lost_tokens = 0, 0
         if reached:
@@ -288,4 +290,5 @@ class ReplicatedOuterLoop(OuterLoop):
             self._keep_fetched(reached.snapshot)
         await self._settled()
         await self.trainer.write(self.anchor)
+        self.fragments.forget()
         return len(lost), sum(self._counted.pop(link.lineage, 0) for link in lost)

@@ -13,7 +13,7 @@ import math
 import torch
 
 from node.outer.noloco import NoLoCo
-from protocols.base import Compute, RoundKey, Vector
+from protocols.base import ALL, Compute, RoundKey, Vector
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.vectors.views import norm
 
@@ -47,12 +47,17 @@ class OuterSGD:
             return self
         return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum, extra=self._extra)
 
-    def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
-        """Apply a mean pseudo-gradient Δ to θ and m in place. Returns whether every new parameter is finite."""
-        scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
+    def step(self, anchor: Vector, velocity: Vector, delta: Vector, part: slice | None = None) -> bool:
+        """Apply a mean pseudo-gradient Δ to θ and m in place, to all of them or to a part, of which Δ then is.
+
+        Returns whether every new parameter is finite.
+        """
         trained = len(anchor) - self._extra
+        if part:
+            anchor, velocity, trained = anchor[part], velocity[part], min(max(0, trained - part.start), len(delta))
+        scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
         means = anchor[trained:].sub_(delta[trained:])
-        finite = not self._extra or math.isfinite(norm([means]))
+        finite = not len(means) or math.isfinite(norm([means]))
         for low in range(0, trained, _PIECE_ELEMENTS):
             piece = slice(low, min(low + _PIECE_ELEMENTS, trained))
             theta, m, d = anchor[piece], velocity[piece], delta[piece]
@@ -93,10 +98,19 @@ class OuterState:
     async def hash(self) -> None:
         self.index = await self.compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
-    async def step(self, delta: Vector, trained: int) -> bool:
-        """Step along a mean pseudo-gradient, after `trained` rounds. Returns whether all parameters are finite."""
-        finite = await self.advance(delta, trained)
-        await self.hash()
+    async def step(self, delta: Vector, trained: int, part: slice = ALL) -> bool:
+        """Step along a mean pseudo-gradient, after `trained` rounds. Returns whether all its parameters are finite.
+
+        With `part`, the pseudo-gradient is that of a fragment, and all else stays as it is.
+        """
+        if part == ALL:
+            finite = await self.advance(delta, trained)
+            await self.hash()
+            return finite
+        outer, anchor, velocity = self.outer.at(trained), self.anchor, self.velocity
+        assert isinstance(outer, OuterSGD)
+        finite = await self.compute.run(lambda: outer.step(anchor, velocity, delta, part), 12 * len(delta))
+        self.index = await self.compute.run(lambda: self.index.after(anchor, velocity, part), 8 * len(delta))
         return finite
 
     async def advance(self, delta: Vector, trained: int) -> bool:

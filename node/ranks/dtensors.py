@@ -220,12 +220,14 @@ class ShardedLearner(RankSteps):
                 if piece.is_first:
                     piece.of(local).copy_(piece.value)
 
-    def distance(self) -> float:
-        """L2 norm of the pseudo-gradient."""
+    def distance(self, start: int, stop: int) -> float:
+        """L2 norm of these elements of the pseudo-gradient. A parameter that is cut counts by its share of elements."""
         squares = 0.0
         for piece, anchor in zip(self._pieces, self._anchor, strict=True):
-            if piece.is_first:
-                squares += distance(anchor.reshape(-1), piece.value.reshape(-1)) ** 2
+            size = max(1, math.prod(piece.shape))
+            share = max(0, min(stop, piece.low + size) - max(start, piece.low)) / size
+            if piece.is_first and share:
+                squares += share * distance(anchor.reshape(-1), piece.value.reshape(-1)) ** 2
         return math.sqrt(self._group.total(squares)[0])
 
     def enter_outer(self) -> None:

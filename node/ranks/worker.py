@@ -251,7 +251,8 @@ class GroupTraining(LocalTraining):
     def _norm(self) -> float:
         if self.learner.is_shared:
             return super()._norm()
-        norm: float = self.learner.everywhere("distance")
+        start, stop, _ = self.part.indices(len(self.anchor))
+        norm: float = self.learner.everywhere("distance", start=start, stop=stop)
         return norm
 
 
@@ -302,7 +303,7 @@ class RankedWorker(Worker):
         super().__init__(job, shared, spec, tell)
 
     def _training_of(self, spec: WorkerSpec) -> LocalTraining:
-        return GroupTraining(self._learner, spec.recipe.inner_steps, self._anchor)
+        return GroupTraining(self._learner, spec.recipe.inner_steps, self._anchor, spec.recipe.parts)
 
     def _take(self, carried: int) -> None:
         if not self._learner.is_shared:

@@ -168,9 +168,13 @@ class ZeroLearner(RankSteps, TaskLearner):
             with self._group.publishing(len(self.vector)) as local:
                 local[self._part].copy_(self.vector[self._part])
 
-    def distance(self) -> float:
-        """L2 norm of the pseudo-gradient."""
-        return math.sqrt(self._group.total(distance(self._anchor, self.vector[self._part]) ** 2)[0])
+    def distance(self, start: int, stop: int) -> float:
+        """L2 norm of these elements of the pseudo-gradient."""
+        own = self._part
+        low = min(max(start, own.start), own.stop)
+        high = max(low, min(stop, own.stop))
+        anchor = self._anchor[low - own.start : high - own.start]
+        return math.sqrt(self._group.total(distance(anchor, self.vector[low:high]) ** 2)[0])
 
     def enter_outer(self) -> None:
         self._aside = self.vector.clone()

@@ -9,6 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 MAX_ELEMENTS = 1 << 31  # largest number of parameters of a run
 
+MAX_PARTS = 64
+"""Fragments that the parameters may be cut into."""
+
 OptionValue: TypeAlias = bool | int | float | str  # the value of an option of a user's own task
 
 InnerOptimizerName = Literal["adamw", "muon"]
@@ -68,6 +71,13 @@ class Recipe:
         None,
     )
 
+    fragments: int | None = described(
+        "The parameters are averaged in so many parts (Douillard et al. 2025, Streaming DiLoCo): each round averages "
+        "one of them, in turn, so a round sends that share, and each parameter is averaged every fragments * "
+        "inner_steps steps. left out: a round averages all. Only for butterfly, without stages.",
+        None,
+    )
+
     def __post_init__(self) -> None:
         for name in ("inner_steps", "rounds", "batches"):
             require(self, name, lambda value: value >= 1, "at least 1")
@@ -80,6 +90,8 @@ class Recipe:
             require(self, "outer_decay", lambda value: 0 <= value <= 1, "in [0, 1]")
             if self.outer_decay and self.outer_pull:
                 raise ValueError("outer_decay and outer_pull cannot be combined: set one of them")
+        if self.fragments is not None:
+            require(self, "fragments", lambda value: 2 <= value <= MAX_PARTS, f"between 2 and {MAX_PARTS}")
         require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
         if self.outer_pull is not None:
             most = most_pull(self.outer_momentum)
@@ -88,6 +100,11 @@ class Recipe:
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), not {self.betas}")
+
+    @property
+    def parts(self) -> int:
+        """Fragments of the parameters that rounds average in turn."""
+        return self.fragments or 1
 
     def rate(self, global_step: int) -> float:
         """Learning rate of the inner step `global_step` (round * inner_steps + step, from 0): warm-up, then cosine.

@@ -30,7 +30,7 @@ from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerPro
 from node.training.shared import Shared
 from node.training.worker_supervisor import Supervisor, WorkerSupervisor, mending_seconds
 from protocols.aio import Notifier, run_with_helper
-from protocols.base import Compute, Layout, LocalProgress, RoundKey, Vector
+from protocols.base import ALL, Compute, Layout, LocalProgress, RoundKey, Vector
 
 ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
@@ -150,16 +150,16 @@ class RemoteTrainer:
                 worker.child.send_kill()
                 self._lose(worker)
 
-    async def read(self, into: Vector) -> None:
+    async def read(self, into: Vector, part: slice = ALL) -> None:
         async with self._boundary():
-            await self._compute.run(lambda: into.copy_(self._shared.local), 4 * len(into))
+            await self._compute.run(lambda: into.copy_(self._shared.local[part]), 4 * len(into))
 
-    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
         def copy() -> None:
-            shared, measured = self._shared.anchor, source if anchor is None else anchor
+            shared, measured = self._shared.anchor[part], source if anchor is None else anchor
             if measured.data_ptr() != shared.data_ptr():
                 shared.copy_(measured)
-            self._shared.local.copy_(source)
+            self._shared.local[part].copy_(source)
 
         async with self._boundary():
             self._carried, self._notify_carried = tokens, True
@@ -235,6 +235,7 @@ class RemoteTrainer:
                     self._shared.attention = cut.is_set() or self._waiting > 0 or self._resting
                     begin = self._worker is not begun
                     command = {"do": "train", "round": key.round, "begin": begin, "surplus": surplus}
+                    command["fragment"] = key.fragment
                     begun = self._worker
                     work = LocalProgress(
                         **await self._ask(command, on_progress=lambda values: progress(LocalProgress(**values)))

@@ -20,7 +20,7 @@ from node.training.remote import NOTHING, RemoteTrainer
 from node.training.stage_replica import Priority, TurnQueue
 from node.training.stage_worker import ActivationSlots, sizes_of
 from protocols.aio import loop_time, run_with_helper
-from protocols.base import BadPayload, Compute, LocalProgress, Vector
+from protocols.base import ALL, BadPayload, Compute, LocalProgress, Vector
 from protocols.pipeline.job import JobResult, LeaseLost, StageJob
 
 
@@ -123,9 +123,9 @@ class RemoteStage(RemoteTrainer):
         except WorkerGone:
             return NOTHING
 
-    async def read(self, into: Vector) -> None:
+    async def read(self, into: Vector, part: slice = ALL) -> None:
         async with self._turns.turn(Priority.WEIGHTS):
-            await super().read(into)
+            await super().read(into, part)
 
     async def replace(
         self, source: Vector, anchor: Vector | None, tokens: int, on_replaced: Callable[[], None]

@@ -36,7 +36,7 @@ from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerPro
 from node.training.remote import NOTHING, RemoteTrainer
 from node.training.shared import Shared
 from node.training.worker import MAX_LINE_BYTES
-from protocols.base import Compute, Layout, LocalProgress, Vector
+from protocols.base import ALL, Compute, Layout, LocalProgress, Vector
 
 log = logging.getLogger(__name__)
 
@@ -374,11 +374,11 @@ class ScriptTrainer(RemoteTrainer):
             self._without_worker = replace(LocalProgress(**answer), resting=True)
         return answer
 
-    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
         left = self._without_worker
         stays = tokens and left.tokens
         self._without_worker = replace(left, tokens=tokens, carried=tokens) if stays else _WITHOUT_SCRIPT
-        await super().write(source, anchor, tokens)
+        await super().write(source, anchor, tokens, part)
 
     async def _reset_local(self, worker: WorkerProcess) -> None:
         """A script that was to stop and did not may still write: the local parameters are in other memory from now."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from node.training.stage_replica import StageReplica
 from node.training.trainer import RestGate
 from protocols.aio import loop_time, task_group
-from protocols.base import LocalProgress, Member, RoundKey, Vector
+from protocols.base import ALL, LocalProgress, Member, RoundKey, Vector
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.settings import PipelineEvent, ignore_event
@@ -51,10 +51,12 @@ class _StageTrainer:
     async def release(self) -> None:
         await self._replica.release()
 
-    async def read(self, into: Vector) -> None:
+    async def read(self, into: Vector, part: slice = ALL) -> None:
+        assert part == ALL, "a run with stages has no fragments"
         await self._replica.read(into)
 
-    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
+        assert part == ALL, "a run with stages has no fragments"
         await self._replica.replace(source, anchor, tokens, self.void)
 
     async def evaluate(self) -> float:

@@ -18,7 +18,8 @@ import torch
 
 from node.tasks.base import Step
 from protocols.aio import Notifier, run_with_helper
-from protocols.base import Layout, LocalProgress, Vector
+from protocols.base import ALL, Layout, LocalProgress, Vector
+from protocols.vectors.views import fragment
 
 _PIECE, _DEVICE_PIECE = 1 << 18, 1 << 24
 """Elements of which a norm is computed at once: on a CPU as many as fit into its cache."""
@@ -51,21 +52,23 @@ class Learner(Protocol):
 class LocalTraining:
     """One learner's work since its anchor was last written, and the anchor itself: twice the parameters in memory.
 
-    `inner_steps` (H) complete a round. By default, the anchor is a copy of the present parameters.
+    `inner_steps` (H) complete a round. By default, the anchor is a copy of the present parameters. Rounds average
+    `fragments` of the parameters in turn.
     """
 
-    def __init__(self, learner: Learner, inner_steps: int, anchor: Vector | None = None) -> None:
+    def __init__(self, learner: Learner, inner_steps: int, anchor: Vector | None = None, fragments: int = 1) -> None:
         if inner_steps < 1:
             raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
         self.learner = learner
-        self._inner_steps = inner_steps
+        self._inner_steps, self._fragments = inner_steps, fragments
+        self.part = ALL  # that the round averages
         self.anchor = learner.vector.clone() if anchor is None else anchor
         self._round, self._steps, self._is_past = -1, 0, False
         self._step_seconds = 0.0
         self.reset(0)
 
-    def begin(self, round_number: int) -> None:
-        """Start a round, or resume it. Work that a skipped round has left is kept.
+    def begin(self, round_number: int, index: int = 0) -> None:
+        """Start a round, or resume it, and take its fragment's number. Work that a skipped round has left is kept.
 
         The round before the present one is complete: the present one was begun while its mean was on its way.
         """
@@ -73,6 +76,8 @@ class LocalTraining:
         if round_number != self._round and not self._is_past:
             self._round, self._steps = round_number, 0
         self._reported = 0
+        if self._fragments > 1:
+            self.part = fragment(len(self.anchor), self._fragments, index)
 
     @property
     def complete(self) -> bool:
@@ -130,15 +135,15 @@ class LocalTraining:
             carried=self._carried,
         )
 
-    def read(self, into: Vector) -> None:
-        into.copy_(self.learner.vector)
+    def read(self, into: Vector, part: slice = ALL) -> None:
+        into.copy_(self.learner.vector[part])
 
-    def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the parameters and their anchor. To keep `tokens` of uncounted work, `source` is the anchor minus
-        that work.
+    def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
+        """Replace the parameters and their anchor, or a part. To keep `tokens` of uncounted work, `source` is the
+        anchor minus that work.
         """
-        self.learner.vector.copy_(source)
-        self.anchor.copy_(source if anchor is None else anchor)
+        self.learner.vector[part].copy_(source)
+        self.anchor[part].copy_(source if anchor is None else anchor)
         self.reset(tokens)
 
     def reset(self, carried: int) -> None:
@@ -165,7 +170,7 @@ class LocalTraining:
 
     def _norm(self) -> float:
         """L2 norm of the pseudo-gradient."""
-        return distance(self.anchor, self.learner.vector)
+        return distance(self.anchor[self.part], self.learner.vector[self.part])
 
 
 def distance(one: Vector, other: Vector) -> float:

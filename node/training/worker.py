@@ -125,7 +125,7 @@ class Worker:
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
 
     def _training_of(self, spec: WorkerSpec) -> LocalTraining:
-        return LocalTraining(self._job.learner, spec.recipe.inner_steps, self._anchor)
+        return LocalTraining(self._job.learner, spec.recipe.inner_steps, self._anchor, spec.recipe.parts)
 
     def carry_out(self, do: str, *, carried: int | None = None, **fields: Any) -> Any:
         """Call the method of a command, which is named after it, with the command's fields."""
@@ -136,10 +136,10 @@ class Worker:
             self._take(carried)
         return command(**fields)
 
-    def do_train(self, round: int, begin: bool, surplus: bool) -> dict[str, Any]:
+    def do_train(self, round: int, begin: bool, surplus: bool, fragment: int = 0) -> dict[str, Any]:
         local_training, shared = self._local_training, self._shared
         if begin:
-            local_training.begin(round)
+            local_training.begin(round, fragment)
             self._tell("progress", as_json(local_training.work()))
         mark = time.perf_counter()
         while not shared.attention and os.getppid() == self._parent and (surplus or not local_training.complete):

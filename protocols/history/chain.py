@@ -28,10 +28,10 @@ def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) 
     return hashlib.sha256(b"starling state" + parameters_root + velocity_root + number).digest()
 
 
-def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UNSETTLED) -> Head:
+def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UNSETTLED, fragments: int = 1) -> Head:
     """The head of a chain without records. `root` is the state root at the start of the run."""
     lineage = records.genesis(run, scope)
-    return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
+    return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage, fragments=fragments)
 
 
 class Chain:
@@ -47,11 +47,16 @@ class Chain:
         roster: tuple[Member, ...],
         root: bytes = UNSETTLED,
         archive: Archive | None = None,
+        *,
+        fragments: int = 1,
     ) -> None:
         """Start at the genesis, or after the rounds in `archive`, whose votes have been verified; those that do not
         follow are removed. Without a root, the first record defines it.
+
+        Training rounds average the `fragments` of the parameters in turn, whatever their outcome (Douillard et al.
+        2025, Streaming DiLoCo).
         """
-        self._trunk = RoundLog(genesis(run, scope, roster, root), archive)
+        self._trunk = RoundLog(genesis(run, scope, roster, root, fragments), archive)
         self._shared = len(self._trunk)  # number of rounds of the trunk that belong to this chain
         self._own: RoundLog | None = None  # the rounds after them; None if this chain owns the trunk
         self._own_is_shared = False  # whether another chain uses `_own`, too

@@ -122,13 +122,15 @@ def follow(head: Head, certificate: Certificate, record: Record | None = None) -
     if (record.parent, record.round) != (key.lineage, key.round):
         raise ValueError(f"record of round {record.round} does not extend the head at round {key.round}")
     lineage = records.lineage(certificate.record)
+    fragment = key.fragment if record.idle else head.next_fragment
     after = Head(
-        key=replace(key, lineage=lineage, round=key.round + 1),
+        key=replace(key, lineage=lineage, round=key.round + 1, fragment=fragment),
         roster=record.roster,
         state_root=UNSETTLED,
         anchor=lineage if record.averaged else head.anchor,
         complaints=record.complaints,
         former=shrunk_from((head.roster, *head.former), record.roster),
+        fragments=head.fragments,
     )
     return DecidedRound(certificate, after, record)
 
@@ -265,7 +267,9 @@ class RoundLog(Sequence[DecidedRound]):
         return found
 
     def _link(self, place: int, certificate: Certificate) -> DecidedRound:
-        key = replace(self.start.key, lineage=self.lineage(place), round=self.start.key.round + place)
+        start = self.start.key
+        fragment = (start.fragment + place - self.idle(place)) % self.start.fragments
+        key = replace(start, lineage=self.lineage(place), round=start.round + place, fragment=fragment)
         try:
             link = follow(self._before(key, place), certificate)
         except (BadPayload, ValueError):
@@ -280,7 +284,7 @@ class RoundLog(Sequence[DecidedRound]):
         roster, former = self._rosters[known - 1][1:] if known else ((), ())
         anchor = self._anchors[place]
         at = self.lineage(anchor) if anchor else self.start.anchor
-        return Head(key, roster, UNSETTLED, at, former=former)
+        return Head(key, roster, UNSETTLED, at, former=former, fragments=self.start.fragments)
 
     def _forget(self, place: int) -> RoundPruned:
         self.floor = max(self.floor, place + 2)  # neither the head before it nor the one after it is known

@@ -69,7 +69,7 @@ class SyncServiceBase(ABC, Generic[A]):
     def _admit(self, peer: PeerId, announcement: A) -> None:
         """Check and record a peer's announcement."""
         ours, theirs = self._key(), announcement.key
-        if (theirs.run, theirs.scope, theirs.fragment) != (ours.run, ours.scope, ours.fragment):
+        if (theirs.run, theirs.scope) != (ours.run, ours.scope):
             raise BadPayload(f"{type(announcement).__name__} of another run")
         if announcement.sender.peer != peer:
             raise BadPayload(f"{type(announcement).__name__} in the name of {announcement.sender.peer}")

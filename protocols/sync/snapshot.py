@@ -50,6 +50,14 @@ class SnapshotIndex:
     def of(cls, parameters: Vector, velocity: Vector) -> SnapshotIndex:
         return cls(len(parameters), chunk_digests(parameters) + chunk_digests(velocity))
 
+    def after(self, parameters: Vector, velocity: Vector, part: slice) -> SnapshotIndex:
+        """The index after a change of this part of both vectors: only its chunks are read."""
+        half, first, last = len(self.digests) // 2, part.start // CHUNK_ELEMENTS, -(-part.stop // CHUNK_ELEMENTS)
+        chunks, digests = slice(first * CHUNK_ELEMENTS, last * CHUNK_ELEMENTS), list(self.digests)
+        digests[first:last] = chunk_digests(parameters[chunks])
+        digests[half + first : half + last] = chunk_digests(velocity[chunks])
+        return SnapshotIndex(self.elements, tuple(digests))
+
     @classmethod
     def unpack(cls, elements: int, data: bytes) -> SnapshotIndex:
         """Read an index from `packed_bytes(elements)` bytes; raises `BadPayload` if there are not so many."""

@@ -50,7 +50,7 @@ class StateFetcher:
     def mean_bytes(self) -> int:
         """Approximate bytes to fetch for the mean of one round, if its members were those that are live now."""
         members = len(self._context.host.members.live())
-        return self._format.codec.reduced(members).encoded_bytes(self._context.elements)
+        return self._format.codec.reduced(members).encoded_bytes(max(self._context.settings.elements))
 
     async def parts(self, link: DecidedRound, deadline: Deadline) -> list[ReducedPart]:
         """Get the parts of the mean of a verified round that has one. Raises `StateUnavailable`."""
@@ -59,7 +59,7 @@ class StateFetcher:
         sources = self._context.peers.others(voters, self._context.peers.all_contacts())
         live = {member.peer for member in self._context.host.members.live()}
         sources = [peer for peer in sources if peer in live] or sources  # waiting for a silent peer takes time
-        if not record.tiles(self._context.elements):
+        if not record.tiles(self._context.settings.elements[link.certificate.key.fragment]):
             raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
 
         async def one(place: int, wanted: wire.PartDigest) -> ReducedPart:
@@ -106,7 +106,9 @@ class StateFetcher:
         self._failures[source] = self._failures.get(source, 0) + 1
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
-        """Decode the mean that these parts form, float32 (n). If it raises `StateUnavailable`, `into` is undefined."""
+        """Decode the mean that these parts form, float32 (n), or of a fragment. If it raises `StateUnavailable`,
+        `into` is undefined.
+        """
         target = VectorView([into])
         for part in parts:
             try:

@@ -93,6 +93,16 @@ def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) ->
     return start, min(high, start + chunk)
 
 
+def fragment(elements: int, fragments: int, index: int) -> slice:
+    """The place of one of `fragments` equal parts of a vector."""
+    return slice(elements * index // fragments, elements * (index + 1) // fragments)
+
+
+def fragment_sizes(elements: int, fragments: int) -> tuple[int, ...]:
+    parts = (fragment(elements, fragments, index) for index in range(fragments))
+    return tuple(part.stop - part.start for part in parts)
+
+
 def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], into: Vector) -> None:
     """Write sum_i w_i x_i / sum_i w_i, added in the given order, into `into`, which may be the first contribution.
 

@@ -26,7 +26,19 @@ from typing import Any, cast
 from node.reporting.report import RoundReport
 from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
-from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Transport, Vector
+from protocols.base import (
+    ALL,
+    Buffer,
+    Deadline,
+    Handler,
+    Header,
+    LocalProgress,
+    PeerId,
+    RoundKey,
+    Stream,
+    Transport,
+    Vector,
+)
 from protocols.blobs.serving import BLOBS
 from protocols.sync.requests import SYNC
 
@@ -166,13 +178,13 @@ class FailpointTrainer(RemoteTrainer):
         self._trace.point("trained")
         return work
 
-    async def read(self, into: Vector) -> None:
+    async def read(self, into: Vector, part: slice = ALL) -> None:
         self._trace.point("read")
-        await super().read(into)
+        await super().read(into, part)
 
-    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
         self._trace.point("write")
-        await super().write(source, anchor, tokens)
+        await super().write(source, anchor, tokens, part)
 
     async def evaluate(self) -> float:
         self._trace.point("evaluate")

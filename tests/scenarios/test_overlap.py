@@ -14,8 +14,8 @@ from tests.support.inline_trainer import TOKENS, InlineTrainer, LinearLearner
 from tests.support.long import long
 
 STEP_SECONDS = 0.03
-STEPS = tuple(torch.arange(10.0).roll(3 * index) / 8 for index in range(3))
-"""What an inner step of each peer subtracts from the parameters. No norm is larger than another, and clipped."""
+STEPS = tuple((-1.0) ** (torch.arange(10) // (index + 1)) / 8 for index in range(3))
+"""What an inner step of each peer subtracts. No norm, of a part either, is larger than another, and clipped."""
 
 
 class Steady(World):
@@ -38,7 +38,7 @@ class Steady(World):
         return OuterSGD(1.0, 0.0)
 
 
-def steady(rounds: int, seed: int, overlaps: bool = True) -> tuple[Outcome, Steady]:
+def steady(rounds: int, seed: int, overlaps: bool = True, fragments: int = 1) -> tuple[Outcome, Steady]:
     worlds: list[Steady] = []
 
     def made(scenario: Scenario) -> Steady:
@@ -46,19 +46,20 @@ def steady(rounds: int, seed: int, overlaps: bool = True) -> tuple[Outcome, Stea
         return worlds[0]
 
     sizes = {"uplinks": (1.25e6,) * 3, "step_seconds": (STEP_SECONDS,) * 3, "elements": 10}
+    streams = {"overlaps": overlaps, "fragments": fragments}
     scenario = Scenario(
-        peers=3, rounds=rounds, seed=seed, codec="fp32", inner_steps=20, jitter=False, overlaps=overlaps, **sizes
+        peers=3, rounds=rounds, seed=seed, codec="fp32", inner_steps=20, jitter=False, **streams, **sizes
     )
     return play(scenario, made), worlds[0]
 
 
-@pytest.mark.parametrize("seed", [0, *long(3, 4)])
-def test_all_work_is_in_the_mean_or_in_a_peer(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "fragments"), [(0, 1), (0, 3), *long((3, 1), (3, 2), (3, 4))])
+def test_all_work_is_in_the_mean_or_in_a_peer(seed: int, fragments: int) -> None:
     """With an outer step of (1, 0), Σ work = N (θ_0 - θ) + Σ (θ - x_i): nothing is lost, and nothing counts twice.
 
     With these seeds, all peers have trained on as many tokens in each round.
     """
-    outcome, world = steady(6, seed)
+    outcome, world = steady(6 + fragments, seed, fragments=fragments)
     assert not outcome.violations
     reports = outcome.reports("committed")
     for lineage in {report["lineage"] for report in reports}:
@@ -83,5 +84,6 @@ def test_overlapped_run_takes_less_time() -> None:
 
 @pytest.mark.parametrize("kind", ["crash", *long("silence", "one-way", "stall")])
 def test_overlapped_round_survives_a_fault_at_any_message(kind: str) -> None:
-    """At every message: `python -m tests.sim.crashes --overlap`."""
-    assert crashes.main(["--peers", "3", "--kind", kind, "--overlap", "--sample", "6"]) == 0
+    """At every message: `python -m tests.sim.crashes --overlap --fragments 4`."""
+    fragments = [] if kind == "stall" else ["--fragments", "4"]
+    assert crashes.main(["--peers", "3", "--kind", kind, "--overlap", "--sample", "6", *fragments]) == 0

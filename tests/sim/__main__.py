@@ -54,6 +54,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
     parser.add_argument("--batches", type=at_least_one, default=4, help="microbatches of a step, with stages")
     parser.add_argument("--overlap", action="store_true", dest="overlaps", help="train on while a round averages")
+    parser.add_argument("--fragments", type=at_least_one, default=1, help="of the vector, averaged in turn")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
     try:
@@ -76,7 +77,8 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 
 
 def _scenario(options: argparse.Namespace, fault: str, seed: int) -> Scenario:
-    names = "protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches", "overlaps"
+    names = "protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"
+    names += "overlaps", "fragments"
     return Scenario(**{name: getattr(options, name) for name in names}, seed=seed, fault=fault)
 
 
@@ -94,7 +96,8 @@ def replay(scenario: Scenario) -> str:
     rest = (" --directory" if scenario.directory else "") + (f" --pull {scenario.pull:g}" if scenario.pull else "")
     if scenario.stages > 1:
         rest += f" --stages {scenario.stages} --batches {scenario.batches}"
-    rest += " --overlap" if scenario.overlaps else ""
+    rest += " --overlap" * scenario.overlaps
+    rest += f" --fragments {scenario.fragments}" if scenario.fragments > 1 else ""
     return (
         f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"
         f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}{rest}"

@@ -42,6 +42,7 @@ class Scenario:
         stages: of a pipeline; peer i is in stage i mod `stages`. 1: no pipeline.
         batches: microbatches of an inner step, with more than one stage.
         overlaps: whether peers train on while a round averages.
+        fragments: of the vector, which rounds average in turn.
     """
 
     protocol: str = "butterfly"
@@ -64,6 +65,7 @@ class Scenario:
     stages: int = 1
     batches: int = 4
     overlaps: bool = False
+    fragments: int = 1
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
@@ -83,10 +85,11 @@ class Scenario:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")
 
     def _check_butterfly(self) -> None:
-        if self.protocol != "butterfly" and (self.stages > 1 or self.overlaps):
-            raise ValueError(f"stages and overlap are of the butterfly, not of {self.protocol}")
-        if self.stages > 1 and self.overlaps:
-            raise ValueError("stages and overlap do not go together")
+        streams = self.overlaps or self.fragments > 1
+        if self.protocol != "butterfly" and (self.stages > 1 or streams):
+            raise ValueError(f"stages, overlap and fragments are of the butterfly, not of {self.protocol}")
+        if self.stages > 1 and streams:
+            raise ValueError("stages go neither with overlap nor with fragments")
         if not 1 <= self.stages <= self.peers or self.batches < 1:
             raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
 
@@ -130,7 +133,7 @@ def resolve(scenario: Scenario) -> Scenario:
         scenario,
         codec=scenario.codec or chosen,
         chunk_elements=-(-scenario.chunk_elements // grain) * grain,
-        elements=scenario.elements or elements,
+        elements=max(scenario.elements or elements, scenario.fragments),
         uplinks=scenario.uplinks or tuple(links),
         step_seconds=scenario.step_seconds or tuple(steps),
         lie=scenario.lie or (lie if scenario.fault == "lies" else None),

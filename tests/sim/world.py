@@ -30,6 +30,7 @@ from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
 from protocols.vectors.codec import codec
+from protocols.vectors.views import fragment_sizes
 from tests.sim import loop as simloop
 from tests.sim.contact import Outages
 from tests.sim.host import DirectoryFaults, sim_host
@@ -174,7 +175,8 @@ class World(SimSwarm):
 
     def trainer(self, index: int) -> InlineTrainer:
         assert self.scenario.step_seconds
-        return InlineTrainer(self.learner(index), self.scenario.inner_steps, self.scenario.step_seconds[index])
+        steps, seconds = self.scenario.inner_steps, self.scenario.step_seconds[index]
+        return InlineTrainer(self.learner(index), steps, seconds, self.scenario.fragments)
 
     def trainer_on(self, index: int, host: Host) -> Trainer:
         return self.trainer(index)
@@ -290,7 +292,8 @@ class World(SimSwarm):
         self, index: int, host: Host, settings: Settings, trainer: Trainer, anchor: Vector
     ) -> tuple[OuterLoop, Any]:
         part_cache, snapshots = PartCache(host), Snapshots()
-        chain = Chain(RUN, self.scope(index), self.founders_of(index), bytes(32))
+        founders, count = self.founders_of(index), self.scenario.fragments
+        chain = Chain(RUN, self.scope(index), founders, bytes(32), fragments=count)
         sync = ChainSync(
             host,
             settings,
@@ -328,7 +331,7 @@ class World(SimSwarm):
         assert scenario.codec and scenario.uplinks
         return Settings(
             codec=scenario.codec,
-            elements=trainer.layout.sizes(),
+            elements=fragment_sizes(sum(trainer.layout.sizes()), scenario.fragments),
             chunk_elements=scenario.chunk_elements,
             bandwidth=scenario.uplinks[index],
             incarnation=transport.node.incarnation,

@@ -10,7 +10,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, Signed
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import VoteTally
-from protocols.history.chain import Chain, DecidedRound, follow
+from protocols.history.chain import Archive, Chain, DecidedRound, follow
 from protocols.wire import ChunkSpan, PartDigest
 from tests.sim.host import SimSigner
 
@@ -64,8 +64,8 @@ def encoded(link: DecidedRound) -> bytes:
 ROSTER = (Member("anna"), Member("bert"))
 
 
-def fresh() -> Chain:
-    return Chain(RUN, "run", ROSTER, ROOT)
+def fresh(archive: Archive | None = None) -> Chain:
+    return Chain(RUN, "run", ROSTER, ROOT, archive, fragments=3)
 
 
 def grown(rounds: int, **changes: object) -> Chain:

@@ -10,7 +10,7 @@ import torch
 
 from node.tasks.base import Step
 from node.training.trainer import Learner, LocalTraining, RestGate
-from protocols.base import Layout, LocalProgress, RoundKey, Vector
+from protocols.base import ALL, Layout, LocalProgress, RoundKey, Vector
 
 
 class InlineTrainer:
@@ -20,9 +20,9 @@ class InlineTrainer:
     are those of the running loop.
     """
 
-    def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
+    def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0, fragments: int = 1) -> None:
         self.layout = learner.layout
-        self.local_training = LocalTraining(learner, inner_steps)
+        self.local_training = LocalTraining(learner, inner_steps, fragments=fragments)
         self.step_seconds = step_seconds
         self.resets = 0
         self._gate = RestGate()
@@ -39,7 +39,7 @@ class InlineTrainer:
         """Train until `cut` is set; see `protocols.base.Trainer`. If it is set already, take no step."""
         loop = asyncio.get_running_loop()
         local_training = self.local_training
-        local_training.begin(key.round)
+        local_training.begin(key.round, key.fragment)
         progress(local_training.work())
         mark = loop.time()
         while not cut.is_set():
@@ -60,11 +60,11 @@ class InlineTrainer:
                 progress(local_training.work())
         return local_training.work()
 
-    async def read(self, into: Vector) -> None:
-        self.local_training.read(into)
+    async def read(self, into: Vector, part: slice = ALL) -> None:
+        self.local_training.read(into, part)
 
-    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
-        self.local_training.write(source, anchor, tokens)
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
+        self.local_training.write(source, anchor, tokens, part)
 
     evaluates = True
 

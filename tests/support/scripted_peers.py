@@ -19,6 +19,7 @@ from node.outer.sketch import Sketch
 from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport
 from protocols.base import (
+    ALL,
     AveragingResult,
     Contribution,
     Head,
@@ -146,17 +147,17 @@ class ScriptedSession:
 
 
 class WatchedTrainer(InlineTrainer):
-    def __init__(self) -> None:
-        super().__init__(LinearLearner(), inner_steps=2, step_seconds=STEP_SECONDS)
+    def __init__(self, fragments: int) -> None:
+        super().__init__(LinearLearner(), inner_steps=2, step_seconds=STEP_SECONDS, fragments=fragments)
         self.written: list[Vector] = []
 
     @property
     def local(self) -> Vector:
         return self.local_training.learner.vector
 
-    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0) -> None:
+    async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
         self.written.append(source.clone())
-        await super().write(source, anchor, tokens)
+        await super().write(source, anchor, tokens, part)
 
 
 class Peer:
@@ -168,9 +169,10 @@ class Peer:
         roster: tuple[Member, ...] = (ME, OTHER),
         outer: OuterSGD | None = None,
         overlaps: bool = False,
+        fragments: int = 1,
     ) -> None:
-        self.averager, self.trainer = ScriptedAverager(*scripts), WatchedTrainer()
-        self.chain = Chain(RUN, "run", roster, bytes(32))
+        self.averager, self.trainer = ScriptedAverager(*scripts), WatchedTrainer(fragments)
+        self.chain = Chain(RUN, "run", roster, bytes(32), fragments=fragments)
         self.outer = outer or OuterSGD(0.5, 0.5)
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,

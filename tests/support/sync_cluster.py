@@ -217,7 +217,8 @@ class SyncCluster(SimSwarm):
         )
         head, work = outer_loop.chain.head, LocalProgress(TOKENS, 1.0, 1.0, 1.0)
         brought = RoundResult(head, mean, work, {"train": 1.0, "average": 0.0})
-        done = await outer_loop._step(brought, one_step=False, overlap=Overlap(outer_loop.trainer, work))
+        overlap = Overlap(outer_loop.trainer, outer_loop.fragments, head, work)
+        done = await outer_loop._step(brought, one_step=False, overlap=overlap)
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:

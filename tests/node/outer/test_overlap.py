@@ -13,7 +13,7 @@ from pytest import approx
 
 from node.outer.state import OuterSGD
 from node.reporting.report import RoundReport
-from protocols.base import LocalProgress, Outcome, RoundKey, Vector
+from protocols.base import ALL, LocalProgress, Outcome, RoundKey, Vector
 from tests.support.inline_trainer import TOKENS
 from tests.support.scripted_peers import (
     ME,
@@ -35,13 +35,13 @@ def in_steps(first: int, *overlaps: int) -> list[dict[str, Any]]:
     """Times of rounds of `first` steps, the overlapped ones before included, and so many overlapped steps."""
     before = (0, *overlaps)
     return [
-        {"cut_seconds": (first - done) * STEP_SECONDS - HALF, "mean_seconds": steps * STEP_SECONDS - HALF}
+        {"cut_seconds": (first - done) * STEP_SECONDS - HALF, "mean_seconds": max(0.0, steps * STEP_SECONDS - HALF)}
         for done, steps in zip(before, overlaps, strict=False)
     ]
 
 
-def overlapped(*scripts: Script, outer: OuterSGD | None = None, step: float = 0.125) -> Peer:
-    peer = Peer(*scripts, outer=outer, overlaps=True)
+def overlapped(*scripts: Script, outer: OuterSGD | None = None, step: float = 0.125, fragments: int = 1) -> Peer:
+    peer = Peer(*scripts, outer=outer, overlaps=True, fragments=fragments)
     peer.trainer.local_training.learner.step_size = step  # type: ignore[attr-defined]
     return peer
 
@@ -53,36 +53,58 @@ def value(vector: Vector) -> float:
 
 
 KEEP = {
-    1: [(-12, -13, -15), (-26, -27, -29), (-41, -42, -44)],
-    5: [(-12, -17, -27), (-26, -31, -41), (-41, -46, -56)],
+    (1, 8, 1): [(-12, -13, -15), (-26, -27, -29), (-41, -42, -44)],
+    (1, 8, 5): [(-12, -17, -27), (-26, -31, -41), (-41, -46, -56)],
+    (2, 4, 0): [(-6, -6, -6), (-12, -12, -12), (-19, -19, -19), (-26, -26, -26), (-33.5, -33.5, -33.5)],
+    (2, 4, 1): [(-6, -7, -9), (-12, -13, -15), (-19, -20, -22), (-26, -27, -29), (-33.5, -34.5, -36.5)],
+    (4, 2, 1): [
+        *[(-3, -4, -6), (-6, -7, -9), (-9, -10, -12), (-12, -13, -15)],
+        *[(-15.5, -16.5, -18.5), (-19, -20, -22), (-22.5, -23.5, -25.5), (-26, -27, -29)],
+        (-29.75, -30.75, -32.75),
+    ],
+    (4, 6, 5): [
+        *[(-9, -14, -24), (-18, -23, -33), (-27, -32, -42), (-36, -41, -51)],
+        *[(-46.5, -51.5, -61.5), (-57, -62, -72), (-67.5, -72.5, -82.5), (-78, -83, -93)],
+        (-89.25, -94.25, -104.25),
+    ],
 }
-"""Steps that averaging lasts -> after each outer step the anchor, and the parameters of two peers, whose inner steps
-subtract 1 and 3. A round has 8 inner steps; outer learning rate and momentum are a half. By hand: the mean is 16, so
-the momentum is 16, 24, 28, the anchor moves by half of the mean and a quarter of that; overlapped work stays."""
+"""Fragments, inner steps of a round, and steps that averaging lasts -> after each outer step, of the fragment that was
+averaged, the anchor and the parameters of two peers, whose inner steps subtract 1 and 3. Outer learning rate and
+momentum are a half. By hand, of one fragment: the mean is 16, so the momentum is 16, 24, 28, the anchor moves by half
+of the mean and a quarter of that; overlapped work stays. A fragment's first mean is of all rounds so far.
+"""
 
 
-@pytest.mark.parametrize("steps", KEEP)
-def test_trajectory_is_the_one_computed_by_hand(steps: int) -> None:
+@pytest.mark.parametrize(("fragments", "inner_steps", "steps"), KEEP)
+def test_trajectory_is_the_one_computed_by_hand(fragments: int, inner_steps: int, steps: int) -> None:
     found: list[tuple[float, float, float]] = []
     peers: list[Peer] = []
+    rounds = len(KEEP[fragments, inner_steps, steps])
 
     def mean(mine: Vector, into: Vector) -> None:
         into.copy_(sum(peer.seen[-1].mine for peer in peers) / 2)  # type: ignore[arg-type]
 
     async def main() -> None:
-        scripts = [committed(average=mean, **times) for times in in_steps(8, *[steps] * 3)]
-        peers.extend(overlapped(*scripts, outer=OuterSGD(0.5, 0.5), step=step) for step in (1.0, 3.0))
+        times = in_steps(inner_steps, *[steps] * rounds)
+        scripts = [committed(average=mean, **each) for each in times]
+        peers.extend(
+            overlapped(*scripts, outer=OuterSGD(0.5, 0.5), step=step, fragments=fragments) for step in (1.0, 3.0)
+        )
         await asyncio.gather(*(peer.outer_loop.settle() for peer in peers))
-        for _ in range(3):
+        for number in range(rounds):
             for peer in peers:
-                peer.outer_loop._average_seconds = math.inf  # to overlap even half a step
+                peer.outer_loop._average_seconds = math.inf if steps else 0.0  # to overlap even half a step
+            part = peers[0].outer_loop.fragments.part(number % fragments)
             reports = await asyncio.gather(*(peer.outer_loop.run_round() for peer in peers))
-            assert [report.seconds_overlap for report in reports] == [steps * STEP_SECONDS] * 2
-            one, other = (value(peer.trainer.local) for peer in peers)
-            found.append((value(peers[0].outer_loop.anchor), one, other))
+            assert [report.seconds_overlap for report in reports] == approx([steps * STEP_SECONDS] * 2)
+            one, other = (value(peer.trainer.local[part]) for peer in peers)
+            found.append((value(peers[0].outer_loop.anchor[part]), one, other))
 
     play(main())
-    assert found == KEEP[steps]
+    assert found == KEEP[fragments, inner_steps, steps]
+    assert peers[0].averaged_tokens == [
+        TOKENS * inner_steps * min(number + 1, fragments) for number in range(rounds)
+    ], "each fragment has its own tokens"
 
 
 def test_next_round_counts_the_overlapped_work() -> None:
@@ -147,11 +169,11 @@ def test_worker_that_dies_before_the_outer_step_starts_from_the_new_anchor(monke
     peer = overlapped(committed(**in_steps(8, 3)[0]))
     trainer, read = peer.trainer, peer.trainer.read
 
-    async def die(into: Vector) -> None:
+    async def die(into: Vector, part: slice = ALL) -> None:
         if len(peer.seen[0].offers) and peer.outer_loop.chain.head.key.round:
             trainer.local_training.write(peer.outer_loop.anchor)
             trainer.resets += 1
-        await read(into)
+        await read(into, part)
 
     monkeypatch.setattr(trainer, "read", die)
     play(peer.rounds())

@@ -23,6 +23,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from node.outer.fragments import Fragments
 from node.outer.overlap import Overlap
 from node.outer.state import OuterSGD, OuterState
 from node.runtime.compute import ThreadCompute
@@ -34,7 +35,9 @@ from node.training import worker_supervisor as succession
 from node.training.build import build
 from node.training.remote import RemoteTrainer, WorkerError
 from node.training.trainer import LocalTraining
-from protocols.base import LocalProgress, RoundKey, Trainer
+from protocols.base import LocalProgress, Member, RoundKey, Trainer
+from protocols.history.chain import genesis
+from protocols.sync.snapshot import SnapshotIndex
 from tests.conformance.worlds import freeze
 from tests.support import warm
 from tests.support.long import long
@@ -50,8 +53,8 @@ SIZE = 100_000
 STEP_TOKENS = 1024
 
 
-def key(number: int) -> RoundKey:
-    return RoundKey(bytes(32), "run", bytes(32), number)
+def key(number: int, fragment: int = 0) -> RoundKey:
+    return RoundKey(bytes(32), "run", bytes(32), number, fragment)
 
 
 def paced(step_seconds: float = 0.02) -> WorkerSpec:
@@ -85,9 +88,9 @@ def _is_ours(parent: int) -> bool:
 class Training:
     """A call of `train` under way."""
 
-    def __init__(self, trainer: Trainer, number: int = 0) -> None:
+    def __init__(self, trainer: Trainer, number: int = 0, fragment: int = 0) -> None:
         self.cut, self.progress = asyncio.Event(), list[LocalProgress]()
-        self.task = asyncio.create_task(trainer.train(key(number), self.cut, self.progress.append))
+        self.task = asyncio.create_task(trainer.train(key(number, fragment), self.cut, self.progress.append))
 
     async def until_tokens(self, tokens: int) -> None:
         await until(lambda: self.task.done() or (self.progress and self.progress[-1].tokens >= tokens))
@@ -507,29 +510,39 @@ async def test_released_worker_returns_with_the_parameters(compute: ThreadComput
         assert trainer.restarts == 0
 
 
-@pytest.mark.parametrize("dies", [False, True])
-async def test_overlapped_work_stays_across_the_outer_step(dies: bool, compute: ThreadCompute) -> None:
-    """Also in part, if the worker is killed meanwhile: it starts again from the anchor."""
-    async with RemoteTrainer(paced(), compute) as trainer:
-        training = Training(trainer, 0)
+@pytest.mark.parametrize(("dies", "fragments"), [(False, 1), (True, 3), (False, 3)])
+async def test_overlapped_work_stays_across_the_outer_step(dies: bool, fragments: int, compute: ThreadCompute) -> None:
+    """Also in part, if the worker is killed meanwhile: it starts again from the anchor. The outer step is of one
+    fragment, the others' work stays, and the worker goes on with the next one's.
+    """
+    spec = replace(paced(), recipe=replace(RECIPE, fragments=fragments if fragments > 1 else None))
+    head = genesis(bytes(32), "run", (Member("anna"),), fragments=fragments)
+    async with RemoteTrainer(spec, compute) as trainer:
+        training, account = Training(trainer, 0), Fragments(trainer, SIZE, fragments)
         await training.until_tokens(10 * STEP_TOKENS)
         handed_in, begun = await training.end(), trainer.anchor().clone()
-        cut, overlap, heard = await vector(trainer), Overlap(trainer, handed_in), list[LocalProgress]()
-        async with overlap.run(key(1), heard.append):
+        cut, overlap, heard = await vector(trainer), Overlap(trainer, account, head, handed_in), list[LocalProgress]()
+        async with overlap.run(key(1, head.next_fragment), heard.append):
             await until(lambda: heard and heard[-1].tokens >= handed_in.tokens + 2 * STEP_TOKENS)
             if dies:
                 assert trainer.pid
                 os.kill(trainer.pid, signal.SIGKILL)
                 await until(lambda: trainer.restarts and heard[-1].tokens >= 2 * STEP_TOKENS)
         worked, state = await vector(trainer), OuterState(trainer.anchor(), OuterSGD(0.5, 0.5), compute)
-        delta = begun - cut
+        await state.hash()
+        part, following = account.part(0), account.part(head.next_fragment)
+        delta = (begun - cut)[part]
         assert await overlap.step(state, 1, delta.clone(), delta.clone(), keeps=False)
-        moved = trainer.anchor() - (begun if dies else cut)
-        assert moved.abs().max() > 0
-        torch.testing.assert_close(await vector(trainer), worked + moved, rtol=0, atol=1e-6)
-        following = Training(trainer, 1)
-        await following.until_tokens(1)
-        left = following.progress[0]
-        assert left.tokens == left.carried == heard[-1].tokens - (0 if dies else handed_in.tokens) > 0
-        assert left.norm == pytest.approx(float((worked - (begun if dies else cut)).norm()), rel=1e-3)
-        await following.end()
+        moved, expected = (trainer.anchor() - (begun if dies else cut))[part], worked.clone()
+        expected[part] += moved
+        assert moved.abs().max() > 0 and state.index == SnapshotIndex.of(state.anchor, state.velocity)
+        torch.testing.assert_close(await vector(trainer), expected, rtol=0, atol=1e-6)
+        training = Training(trainer, 1, head.next_fragment)
+        await training.until_tokens(1)
+        left = training.progress[0]
+        uncounted = heard[-1].tokens - (0 if dies or fragments > 1 else handed_in.tokens)
+        assert left.tokens == left.carried == uncounted > 0
+        assert account.work(0, left).tokens == heard[-1].tokens - (0 if dies else handed_in.tokens)
+        since = (begun if dies or fragments > 1 else cut)[following]
+        assert left.norm == pytest.approx(float((worked[following] - since).norm()), rel=1e-3)
+        await training.end()

@@ -21,7 +21,9 @@ from tests.support.fake_rounds import ROOT, ROSTER, RUN, certified, decided, fre
 
 def test_chain_begins_at_the_runs_genesis() -> None:
     chain = fresh()
-    assert chain.head == Head(RoundKey(RUN, "run", records.genesis(RUN), 0), ROSTER, ROOT, records.genesis(RUN))
+    assert chain.head == Head(
+        RoundKey(RUN, "run", records.genesis(RUN), 0), ROSTER, ROOT, records.genesis(RUN), fragments=3
+    )
     assert chain.records == () and Chain(RUN, "run", ROSTER).head.state_root == UNSETTLED
     assert Chain(b"s" * 32, "run", ROSTER, ROOT).head.key.lineage != chain.head.key.lineage
 
@@ -30,9 +32,22 @@ def test_certificate_advances_the_head() -> None:
     chain = fresh()
     link = decided(chain.head, roster=(Member("bert"), Member("cleo", 3)))
     chain.extend(link.certificate)
-    key = RoundKey(RUN, "run", link.lineage, 1)
-    assert chain.head == Head(key, (Member("bert"), Member("cleo", 3)), UNSETTLED, anchor=link.lineage)
+    key, roster = RoundKey(RUN, "run", link.lineage, 1, 1), (Member("bert"), Member("cleo", 3))
+    assert chain.head == Head(key, roster, UNSETTLED, anchor=link.lineage, fragments=3)
     assert chain.child(records.genesis(RUN)) == link and chain.records == (link.certificate.record,)
+
+
+def test_each_training_round_takes_the_next_fragment() -> None:
+    """Also one that is skipped, but not one for which nothing was trained."""
+    chain, some, idle, found = fresh(), b"p" * 32, bytes(32), list[int]()
+    for kind, plan in [
+        *((Kind.MEAN, some), (Kind.SKIP, some), (Kind.FORK, idle), (Kind.MEAN, some)),
+        *((Kind.SKIP, idle), (Kind.MEAN, some)),
+    ]:
+        found.append(chain.head.key.fragment)
+        chain.extend(decided(chain.head, kind=kind, plan=plan).certificate)
+    assert found == [0, 1, 2, 2, 0, 0] and chain.head.key.fragment == 1
+    assert [link.certificate.key.fragment for link in chain.since(records.genesis(RUN))] == found
 
 
 @pytest.mark.parametrize("kind", [Kind.SKIP, Kind.FORK])

@@ -16,7 +16,7 @@ from protocols.base import Head, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain, DecidedRound
 from protocols.history.round_log import RECENT, LineageIndex, ListArchive, RoundLog
-from tests.support.fake_rounds import ROOT, ROSTER, RUN, decided, encoded, fresh, grown, line, lineages, state
+from tests.support.fake_rounds import ROOT, ROSTER, decided, encoded, fresh, grown, line, lineages, state
 
 
 class Plain:
@@ -93,7 +93,7 @@ def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece
         patch.setattr("protocols.history.round_log.RECENT", recent)
         patch.setattr("protocols.history.round_log.PIECE", piece)
         archive, plans = ListArchive(), iter(range(1000))
-        pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), Plain([]))]
+        pairs = [(fresh(archive), Plain([]))]
         lent: list[tuple[Sequence[DecidedRound], list[DecidedRound]]] = []
         for what, which, back, rounds, kind, roster in steps:
             at = which % len(pairs)
@@ -113,7 +113,7 @@ def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece
             elif what == "copy":
                 pairs.append((chain.copy(), Plain(plain.links)))
             else:
-                pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), pairs[0][1])]
+                pairs = [(fresh(archive), pairs[0][1])]
                 assert len(archive) == len(pairs[0][1].links), "none is refused"
             for pair in pairs:
                 same(*pair)
@@ -151,12 +151,12 @@ def test_archived_records_after_a_break_are_dropped() -> None:
         (line(Chain(b"s" * 32, "run", ROSTER, ROOT).head, 2), 0),
     ):
         archive = archived(held)
-        chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+        chain = fresh(archive)
         assert len(chain) == len(archive) == good
         assert chain.records == tuple(link.certificate.record for link in links[:good])
     archive = archived(links)
     archive._kept[4] = b"nonsense"
-    assert len(Chain(RUN, "run", ROSTER, ROOT, archive)) == len(archive) == 4
+    assert len(fresh(archive)) == len(archive) == 4
 
 
 @pytest.mark.parametrize("bad", [b"", b"nonsense", "of another branch", "of another round"])
@@ -164,7 +164,7 @@ def test_unreadable_record_drops_all_earlier_ones(bad: bytes | str, monkeypatch:
     monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     links = line(fresh().head, 20)
     archive = archived(links)
-    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+    chain = fresh(archive)
     every = lineages(chain)
     whole = {"of another branch": decided(links[6].head, plan=b"e" * 32), "of another round": links[9]}
     archive._kept[7] = encoded(whole[bad]) if isinstance(bad, str) else bad
@@ -182,7 +182,7 @@ def test_unreadable_record_drops_all_earlier_ones(bad: bytes | str, monkeypatch:
 def test_switch_at_unreadable_record_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     archive = archived(line(fresh().head, 20))
-    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+    chain = fresh(archive)
     lineage = lineages(chain)[8]
     archive._kept[7] = b""
     with pytest.raises(ValueError, match="cannot be read any more"):
@@ -194,7 +194,7 @@ def test_switch_at_unreadable_record_changes_nothing(monkeypatch: pytest.MonkeyP
 def test_unreadable_abandoned_record_does_not_block_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     archive = archived(line(fresh().head, 20))
-    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+    chain = fresh(archive)
     every = lineages(chain)
     archive._kept[12] = b""
     assert [link.lineage for link in chain.switch(every[5], [])] == every[15:]
@@ -226,7 +226,7 @@ def test_long_chain_costs_little_memory() -> None:
             self._kept += [b""] * len(certificates)
 
     def grow(rounds: int) -> int:
-        chain = Chain(RUN, "run", ROSTER, ROOT, Elsewhere())
+        chain = fresh(Elsewhere())
         tracemalloc.start()
         chain.switch(chain.head.key.lineage, links[:rounds])
         gc.collect()  # garbage does not count

@@ -19,7 +19,7 @@ from statistics import NormalDist
 import torch
 
 from node.training.trainer import Learner, LocalTraining
-from protocols.base import LocalProgress, RoundKey, Vector
+from protocols.base import ALL, LocalProgress, RoundKey, Vector
 from tests.support.inline_trainer import InlineTrainer
 
 FACTOR = -1000.0
@@ -76,9 +76,10 @@ class PoisonedTrainer(InlineTrainer):
 
         return declared(await super().train(key, cut, lambda work: progress(declared(work)), surplus))
 
-    async def read(self, into: Vector) -> None:
+    async def read(self, into: Vector, part: slice = ALL) -> None:
         """The parameters that would give the forged pseudo-gradient."""
-        into.copy_(self.local_training.learner.vector + pseudo_gradient(self.local_training) - self._forged())
+        forged = self.local_training.learner.vector + pseudo_gradient(self.local_training) - self._forged()
+        into.copy_(forged[part])
 
     def _forged(self) -> Vector:
         if factor := FACTORS.get(self._attack):
