@@ -210,7 +210,7 @@ def protocol_settings(
         bandwidth=mine.bandwidth_bytes_per_second,
         bandwidth_limit=bandwidth_limit,
         incarnation=incarnation,
-        keep_rounds=KEEP_ROUNDS,
+        keep_rounds=KEEP_ROUNDS * config.recipe.parts,
         fork_peers=config.fork_peers,
         robust=config.robust,
         overlaps=config.recipe.overlap is not None,

@@ -275,6 +275,7 @@ class OuterLoop(ABC):
             peer=me.peer,
             incarnation=me.incarnation,
             round=key.round,
+            fragment=key.fragment,
             parent=key.lineage.hex(),
             lineage=self.chain.head.key.lineage.hex(),
             anchor_lineage=anchor,

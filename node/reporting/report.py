@@ -87,6 +87,7 @@ class RoundReport:
     stages: int = 1
     # With stages: time in which the worker computed microbatches; the rest of `seconds_train` it waited for others.
     seconds_compute: float = 0.0
+    fragment: int = 0  # of the parameters, that the round averaged; always 0 without `recipe.fragments`
     seconds_overlap: float = 0.0  # the part of `seconds_train` in which the round averaged
     tokens_overlap: int = 0  # the part of `tokens` that was trained then, for the next round
     microbatches: int = 0  # with stages: counted at this peer since the previous report

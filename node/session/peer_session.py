@@ -190,7 +190,8 @@ class PeerSession:
             self._pipeline.announce_decided()
         # A pausing peer computes nothing.
         rests = self._outer_loop.activity.pauses
-        if report.params_hash != self._evaluated and self._trainer.evaluates and not rests:
+        due = self._outer_loop.chain.head.key.fragment == 0 or self._over()  # all fragments have been averaged
+        if due and report.params_hash != self._evaluated and self._trainer.evaluates and not rests:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
             if not self._stage and self._view.text_is_due() and (text := await self._generate(SHOWN_BYTES)):

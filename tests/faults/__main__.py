@@ -81,7 +81,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scenario", required=True, choices=(*SCENARIOS, MATRIX), metavar="NAME")
     parser.add_argument("--peers", type=_peers, default=4, metavar="N", help=f"3 to {MOST_PEERS}; 4 if not given")
     parser.add_argument("--protocol", choices=tuple(POINTS), default="butterfly")
-    parser.add_argument("--task", choices=TASKS, default="paced", help="paced, keep: no competition for cores")
+    parser.add_argument("--task", choices=TASKS, default="paced", help="all but gpt: no competition for cores")
     parser.add_argument("--seed", type=lambda text: at_least(0, text), default=0, metavar="S")
     slow = "for a busy machine: wait X times as long for each step; the recovery limit stays the same"
     parser.add_argument("--patience", type=lambda text: float(at_least(1, text)), default=1.0, metavar="X", help=slow)

@@ -37,12 +37,14 @@ ROUNDS_SECONDS = 90.0
 SAMPLE_SECONDS, ASK_SECONDS = 1.0, 0.8
 STEPS_TOLD = 40
 """Steps of a schedule that are printed before the play; the timeline has all of them."""
+_OVERLAPPED = paced(elements=1_000_000, step_seconds=0.04, inner_steps=40) + 'overlap = "keep"\n'
+"""Steps that are shorter than averaging."""
 _RUNS = {
     "paced": paced(elements=1_000_000, inner_steps=8),
     "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 8\nrounds = 10000\n',
-    "keep": paced(elements=1_000_000, step_seconds=0.04, inner_steps=40) + 'overlap = "keep"\n',
+    "keep": _OVERLAPPED,
+    "stream": f"{_OVERLAPPED}fragments = 4\n",
 }
-"""`keep`: overlapped rounds, with steps that are shorter than averaging."""
 _STAGED_RUNS = {
     "paced": paced(elements=300_000, step_seconds=1.6, inner_steps=2).replace("rounds", "batches = 8\nrounds"),
     "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 4\nbatches = 8\nrounds = 10000\n[gpt]\npreset = "w64"\nrows = 1\n',
@@ -180,8 +182,8 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
         raise Unplayable(f"{what}; take more peers, or another scenario")
     if options.loose and options.stages > 1:
         raise Unplayable(f"{name} needs stages, which average by butterfly, not by {options.protocol}")
-    if options.task == "keep" and (options.loose or options.stages > 1):
-        raise Unplayable("--task keep is for butterfly, without stages")
+    if options.task in ("keep", "stream") and (options.loose or options.stages > 1):
+        raise Unplayable(f"--task {options.task} is for butterfly, without stages")
     why = why_not()
     if why and scenario.network:
         raise Unplayable(f"{name} needs a network of its own: {why}")
