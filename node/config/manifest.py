@@ -78,6 +78,8 @@ class Manifest:
             raise ValueError(f"the task takes {self.config.elements} elements, the manifest has {total}")
         if total > MAX_ELEMENTS:
             raise ValueError(f"the manifest has {total} elements, more than {MAX_ELEMENTS}")
+        if total < self.config.recipe.parts:
+            raise ValueError(f"{total} parameters cannot be averaged in {self.config.recipe.parts} fragments")
         if (self.model is None) != (self.config.hf is None):
             raise ValueError("a manifest describes a model if, and only if, the run's task is hf")
         self._check_stages()

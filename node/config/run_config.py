@@ -190,8 +190,6 @@ class RunConfig:
             if getattr(self.recipe, name) and (self.protocol != "butterfly" or self.stages > 1):
                 where = "a run with stages" if self.stages > 1 else self.protocol
                 raise ValueError(f"recipe.{name} is for butterfly, without stages: not for {where}")
-        if self.elements and self.elements < self.recipe.parts:
-            raise ValueError(f"{self.elements} elements cannot be cut into {self.recipe.parts} fragments")
         if self.recipe.inner_optimizer == "muon" and self.hf and self.hf.train == "lora":
             raise ValueError("recipe.inner_optimizer muon is for hidden matrices: adamw trains adapters")
 

@@ -186,6 +186,8 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("[recipe]\nouter_momentum = 1", "outer_momentum must be in [0, 1), not 1.0"),
         ("protocol = 'gossip'\n[recipe]\noverlap = 'keep'", "recipe.overlap is for butterfly, without stages: not for"),
         ("stages = 2\n[recipe]\noverlap = 'keep'", "without stages: not for a run with stages"),
+        ("protocol = 'moshpit'\n[recipe]\nfragments = 4", "recipe.fragments is for butterfly, without stages: not for"),
+        ("[recipe]\nfragments = 1", "fragments must be between 2 and 64, not 1"),
         ("[recipe]\noverlap = 'eager'", '"overlap" in [recipe] must be '),
         ("[recipe]\nouter_pull = 0.3", "outer_pull is for gossip, whose pairs pull each other: not for butterfly"),
         (
