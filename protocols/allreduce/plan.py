@@ -257,12 +257,13 @@ COMPLAINT_ROUNDS = 32
 
 
 def complaints(resolved: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
-    """The links to avoid from now on: between a part's reducer and a member of which that part alone holds nothing.
+    """The links to avoid from now on, or to try again next: between a part's reducer and a member of which that part
+    alone holds nothing.
 
     Each reducer can accuse only one member in a round, so that a liar cannot keep all others from reducing.
     """
     now = resolved.plan.key.round
-    standing = {(each.first, each.second): each for each in before if each.until > now + 1}
+    standing = {(each.first, each.second): each for each in before if each.until > now}
     present = [functools.reduce(operator.or_, (run.mask for run in part.result.runs), 0) for part in parts]
     somewhere = functools.reduce(operator.or_, present, 0)
     for part, masks in zip(parts, present, strict=True):

@@ -105,10 +105,11 @@ class RoundCoordinator:
 
     def _apart(self, resolved: ResolvedPlan) -> set[PeerId]:
         """Members that cannot get all parts of a mean, if without them too few are here to vote on it: their links to a
-        reducer and to this member, which holds all parts, are known to be broken.
+        reducer and to this member, which holds all parts, were broken when they last carried anything. That they are
+        tried again in this round makes no difference: a vote for a mean that the others cannot fetch binds.
         """
         head, me, reducers = self._round.head, self._me.peer, self._reducers(resolved)
-        links = planning.broken(head.complaints, head.key.round)
+        links = [{each.first, each.second} for each in head.complaints]
         apart = {peer for link in links for peer in link if link - {peer} <= reducers and {peer, me} in links}
         return apart if len(self._here() - apart) < self._vote.tally.quorum else set()
 

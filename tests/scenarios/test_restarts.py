@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from protocols.allreduce import plan as planning
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import Deadline, PeerGone, PeerId
 from protocols.streams.framing import BULK_METHODS
@@ -171,18 +172,30 @@ async def test_isolated_survivor_does_not_revert_the_others(swarm: ScenarioRunne
 
 
 @pytest.mark.parametrize(
-    ("moment", "away_seconds", "apart_seconds"),
+    ("moment", "away_seconds", "apart_seconds", "complaint_rounds"),
     (
-        (0.3, 12.0, 0.0),
-        (0.0, 25.0, -15.0),
-        *long((0.0, 5.0, 0.0), (0.3, 5.0, 10.0), (0.6, 5.0, 10.0), (0.9, 2.0, 5.0), (0.0, 0.0, 10.0)),
+        (0.3, 12.0, 0.0, 32),
+        (0.0, 25.0, -15.0, 32),
+        (0.0, 5.0, 0.0, 4),
+        *long(
+            (0.0, 5.0, 0.0, 32), (0.3, 5.0, 10.0, 32), (0.6, 5.0, 10.0, 32), (0.9, 2.0, 5.0, 32), (0.0, 0.0, 10.0, 32)
+        ),
+        *long((0.0, 25.0, -15.0, 2), (0.3, 12.0, 0.0, 3), (0.9, 2.0, 5.0, 4), (0.0, 25.0, -15.0, 5)),
     ),
 )
 @simulated(lambda: ScenarioRunner(ScenarioSetup(3, every_rounds=2)))
 async def test_pair_that_exchanges_no_data_readmits_its_reducer(
-    swarm: ScenarioRunner, moment: float, away_seconds: float, apart_seconds: float, monkeypatch: pytest.MonkeyPatch
+    swarm: ScenarioRunner,
+    moment: float,
+    away_seconds: float,
+    apart_seconds: float,
+    complaint_rounds: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As two peers behind routers, which meet through the third. No round waits for its deadline, and none forks."""
+    """As two peers behind routers, which meet through the third. No round waits for its deadline, and none forks.
+
+    With few `complaint_rounds` the broken link is tried again while the third is away.
+    """
     opened = SimTransport.open
 
     def refusing(self: SimTransport, peer: PeerId, method: str, deadline: Deadline) -> Any:
@@ -191,6 +204,7 @@ async def test_pair_that_exchanges_no_data_readmits_its_reducer(
         return opened(self, peer, method, deadline)
 
     monkeypatch.setattr(SimTransport, "open", refusing)
+    monkeypatch.setattr(planning, "COMPLAINT_ROUNDS", complaint_rounds)
     await swarm.rounds(4)
     while swarm.coordinator("p1") == "p0":  # else no one calls the round before it is back
         await swarm.rounds(1)

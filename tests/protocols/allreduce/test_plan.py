@@ -253,6 +253,10 @@ def test_broken_link_is_reported_as_fault_and_spared() -> None:
     assert planning.make_plan(spared, offers, 100.0).bounds == (0, 500, 500, 500, 1000)
     over = planning.PlanInputs(replace(KEY, round=until), ELEMENTS, 4.0, (complaint,))
     assert planning.make_plan(over, offers, 100.0).bounds == drawn().bounds
+    whole = [done(part, part, 0b1111) for part in range(4)]
+    for now, kept in ((until - 1, (complaint,)), (until, ())):
+        later = planning.resolve_plan(replace(drawn(), key=replace(KEY, round=now)))
+        assert planning.complaints(later, whole, [complaint]) == kept, "it is known until the link was tried again"
 
 
 def test_absent_or_late_contributor_is_no_link_fault() -> None:
