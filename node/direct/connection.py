@@ -188,7 +188,9 @@ class DirectConnection:
             self._failed(TimeoutError())
 
     def _pace(self) -> None:
-        more = self._pacer.look(self._loop.time()) or self._writing
+        now = self._loop.time()
+        more = self._pacer.look(now) or self._writing
+        self.traffic.delivered(now, id(self), self._pacer.delivered, self._pacer.is_waiting)
         self._pacing = self._loop.call_later(LOOK_SECONDS, self._pace) if more else None
 
     async def _write_record(self, data: memoryview) -> None:

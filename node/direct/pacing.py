@@ -24,9 +24,10 @@ SLOWER, FASTER = 0.8, 1.1
 """The most that a rate changes from one look to the next."""
 FIRST_MULTIPLE = 1.5
 """A connection that slows down has reached a rate. It may have this multiple of it, before the change."""
+_HELD_SHARE = 0.1
 _SO_MAX_PACING_RATE = 47
 _MOST_RATE = 2**32 - 2  # the next number means: not paced
-_INFO_BYTES = 152
+_INFO_BYTES = 184
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,13 @@ class PathState:
     round_trip_seconds: float
     least_round_trip_seconds: float  # of the last minutes
     acknowledged_bytes: int
-    waits: bool  # whether something is sent and not acknowledged, or still to be sent
+    unacknowledged: bool  # whether something is sent and not acknowledged
+    unsent: bool  # whether the kernel holds something that is still to be sent
+    held_seconds: float  # that the other side's full buffer has kept it from being sent, since the beginning
 
     @classmethod
     def of(cls, sock: socket.socket) -> Self | None:
-        """None where the kernel does not tell. The layout is that of Linux's `struct tcp_info`, from 4.6 on."""
+        """None where the kernel does not tell. The layout is that of Linux's `struct tcp_info`, from 4.10 on."""
         if not hasattr(socket, "TCP_INFO"):
             return None
         try:
@@ -50,8 +53,8 @@ class PathState:
         if len(info) < _INFO_BYTES:
             return None
         sent, smoothed, unsent, least = (struct.unpack_from("=I", info, at)[0] for at in (24, 68, 144, 148))
-        (acknowledged,) = struct.unpack_from("=Q", info, 120)
-        return cls(smoothed / 1e6, least / 1e6, acknowledged, bool(sent or unsent))
+        acknowledged, held = (struct.unpack_from("=Q", info, at)[0] for at in (120, 176))
+        return cls(smoothed / 1e6, least / 1e6, acknowledged, bool(sent), bool(unsent), held / 1e6)
 
 
 def next_rate(rate: float, delivered: float, round_trip_seconds: float, waited_seconds: float) -> float:
@@ -75,25 +78,30 @@ class Pacer:
 
     def __init__(self, sock: socket.socket) -> None:
         self.rate = math.inf
+        self.delivered = 0.0  # bytes/s that were acknowledged before the latest look
+        self.is_waiting = False  # whether there was unsent data all that time, for which the other side had room
         self._socket = sock
-        self._seen = (0.0, 0)  # when this looked last, and how much was acknowledged then
+        self._seen: tuple[float, PathState] | None = None  # the latest look
 
     def begin(self, now: float) -> None:
         """The connection sends from now on."""
         if path := PathState.of(self._socket):
-            self._seen = now, path.acknowledged_bytes
+            self._seen = now, path
 
     def look(self, now: float) -> bool:
         """Adjust the rate; to be called every `LOOK_SECONDS`. Returns whether the kernel has something to send."""
         path = PathState.of(self._socket)
-        if path is None:
+        if path is None or self._seen is None:
             return False
-        (then, before), self._seen = self._seen, (now, path.acknowledged_bytes)
-        delivered = (path.acknowledged_bytes - before) / max(now - then, 1e-3)
+        (then, before), self._seen = self._seen, (now, path)
+        seconds = max(now - then, 1e-3)
+        self.delivered = (path.acknowledged_bytes - before.acknowledged_bytes) / seconds
+        has_room = path.held_seconds - before.held_seconds < _HELD_SHARE * seconds
+        self.is_waiting = before.unsent and path.unsent and has_room
         waited = max(0.0, path.round_trip_seconds - path.least_round_trip_seconds)
-        rate = next_rate(self.rate, delivered, path.round_trip_seconds, waited)
+        rate = next_rate(self.rate, self.delivered, path.round_trip_seconds, waited)
         if rate != self.rate:
             self.rate = rate
             with suppress(OSError):
                 self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(min(rate, _MOST_RATE)))
-        return path.waits
+        return path.unacknowledged or path.unsent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from node.doctor.network import (
     check_others_clocks,
     check_outside,
     check_reach,
+    check_upload,
     check_versions,
     choose_helpers,
     ports_to_forward,
@@ -34,6 +36,7 @@ from node.network.address_scope import Scope, scope
 from node.reporting.status import MAX_NAME, short
 from node.runtime.listening import interfaces
 from node.runtime.proxies import named_proxies
+from node.streams.traffic import Traffic
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, Transport
 
@@ -47,6 +50,7 @@ class DialledTransport(Transport, Protocol):
     """What the doctor needs of `node.network.libp2p.LibP2PTransport`."""
 
     listening: tuple[str, ...]
+    traffic: Traffic
 
     @property
     def addresses(self) -> tuple[str, ...]: ...
@@ -150,6 +154,11 @@ class NetworkExamination:
                 is_alone=self._is_alone,
             )
         )
+
+    async def upload(self) -> list[Finding]:
+        traffic = self._transport.traffic
+        declared = min(self._config.claim_bytes_per_second, traffic.upload.rate or math.inf)
+        return check_upload(declared, traffic.upload_speed.bytes_per_second)
 
     async def others(self) -> list[Finding]:
         versions = [each.version for each in self._helpers.values() if not each.why]

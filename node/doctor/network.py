@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from statistics import median
 
+from node.config.sizes import megabytes
 from node.direct.messages import MIN_PORT
 from node.doctor.findings import Finding, Level, found
 from node.doctor.machine import Fault
@@ -284,6 +285,22 @@ def choose_helpers(hosts: Sequence[tuple[str, str]], count: int = 2) -> list[str
 
 def _network(host: str) -> str:
     return str(ip_network(f"{host}/{32 if ':' in host else 16}", strict=False))
+
+
+# -- how fast it sends -------------------------------------------------------------------------------------------------
+
+TOO_FAST = 2.0
+"""A peer that declares more than this multiple of what it sends makes rounds late: it is given too large parts."""
+
+
+def check_upload(declared: float, measured: float) -> list[Finding]:
+    """In bytes/s, `measured` while data waited for its line; nan: its line was not full for long enough."""
+    if math.isnan(measured):
+        return []
+    text = f"sends {megabytes(measured)}/s while data waits, {megabytes(declared)}/s declared"
+    is_over = declared > TOO_FAST * measured
+    cure = f"--bandwidth {measured / 1e6:.2g}; the others give it smaller parts then, and rounds are not late"
+    return found("upload", text, [(Level.WARN, text, cure)] if is_over else ())
 
 
 # -- what the others say -----------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class Examination:
             CheckStep("listen", CHECK_SECONDS, self._listening),
             CheckStep("reach", REACH_SECONDS, self._reach),
             CheckStep("outside", DIAL_BACK_SECONDS, self._outside),
+            CheckStep("upload", CHECK_SECONDS, self._upload),
             CheckStep("others", CHECK_SECONDS, self._others),
             CheckStep("run", CHECK_SECONDS, self._run),
         )
@@ -135,6 +136,9 @@ class Examination:
 
     async def _outside(self) -> list[Finding]:
         return await self.network.outside() if self.network else []
+
+    async def _upload(self) -> list[Finding]:
+        return await self.network.upload() if self.network else []
 
     async def _others(self) -> list[Finding]:
         return await self.network.others() if self.network else []

@@ -7,6 +7,7 @@ that open a direct connection.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,3 +108,51 @@ class ByteMeter:
         self._started = now if self._started is None else self._started
         self._next_sample = now + _SAMPLE_SECONDS
         self._samples.append((now, dict(self.totals())))
+
+
+# -- how fast this peer's line sends -----------------------------------------------------------------------------------
+
+SLOT_SECONDS = 0.2  # each connection that sends is looked at within it
+WINDOW_SLOTS = 5
+_LEAST_WINDOWS, _MOST_WINDOWS = 3, 20
+
+NoteDelivery = Callable[[float, int, float, bool], None]
+"""`UploadSpeed.note` of one peer."""
+
+
+class UploadSpeed:
+    """Sums up what direct connections deliver. Pure: the caller passes the time.
+
+    A connection that has unsent data is slowed by its line, or by its peer's. If that is so of two peers at the same
+    time, what all connections deliver together is taken for this peer's own upload.
+    """
+
+    def __init__(self) -> None:
+        self._slot = 0
+        self._rates: dict[int, float] = {}  # by connection, in this slot
+        self._waiting: set[PeerId] = set()
+        self._full: list[float] = []  # rates of slots in which the line was full
+        self._windows: deque[float] = deque(maxlen=_MOST_WINDOWS)
+
+    def note(self, peer: PeerId, now: float, connection: int, rate: float, is_waiting: bool) -> None:
+        """A connection to the peer has delivered `rate` bytes/s since the last look, and had unsent data, or not."""
+        if (slot := math.floor(now / SLOT_SECONDS)) != self._slot:
+            self._end_slot()
+            self._slot = slot
+        self._rates[connection] = rate
+        if is_waiting:
+            self._waiting.add(peer)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The most that was sent in a second of a full line, of the latest 20 s of them; nan: not known."""
+        return max(self._windows) if len(self._windows) >= _LEAST_WINDOWS else math.nan
+
+    def _end_slot(self) -> None:
+        if len(self._waiting) > 1:
+            self._full.append(math.fsum(self._rates.values()))
+        if len(self._full) == WINDOW_SLOTS:
+            self._windows.append(math.fsum(self._full) / WINDOW_SLOTS)
+            self._full.clear()
+        self._rates.clear()
+        self._waiting.clear()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from node.membership.hello import BOOTSTRAP_METHOD
 from node.streams.byte_limiter import PIECE_BYTES, ByteLimiter
-from node.streams.byte_meter import ByteMeter, CountBytes, TrafficClass, class_of
+from node.streams.byte_meter import ByteMeter, CountBytes, NoteDelivery, TrafficClass, UploadSpeed, class_of
 from node.streams.byte_quota import ByteQuota
 from protocols.base import PeerId
 from protocols.streams.framing import LimitReached
@@ -20,7 +21,7 @@ _OPENING_BYTES = 68
 class StreamTraffic:
     """What a pipe tells of one stream's bytes, and what it waits for."""
 
-    __slots__ = ("_by_stranger", "_class", "_count", "_download", "_quota", "_unpaid", "_upload")
+    __slots__ = ("_by_stranger", "_class", "_count", "_download", "_quota", "_unpaid", "_upload", "delivered")
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class StreamTraffic:
     ) -> None:
         self._by_stranger, self._quota = by_stranger, quota
         self._count, self._class, self._upload, self._download = count, traffic, upload, download
+        self.delivered: NoteDelivery = lambda now, connection, rate, is_waiting: None
         self._unpaid = 0  # bytes that were read, and that the cap does not know of yet
 
     @property
@@ -92,11 +94,13 @@ class Traffic:
         download: ByteLimiter | None = None,
         quota: ByteQuota | None = None,
     ) -> None:
-        self.meter = ByteMeter(quota=quota)
+        self.meter, self.upload_speed = ByteMeter(quota=quota), UploadSpeed()
         self.upload, self.download = upload or ByteLimiter(), download or ByteLimiter()
         self._quota = quota
 
     def stream(self, peer: PeerId, method: str) -> StreamTraffic:
         """A stream without a method is control traffic."""
         count, by_stranger = self.meter.stream(peer, method), method == BOOTSTRAP_METHOD
-        return StreamTraffic(count, class_of(method), self.upload, self.download, self._quota, by_stranger)
+        traffic = StreamTraffic(count, class_of(method), self.upload, self.download, self._quota, by_stranger)
+        traffic.delivered = partial(self.upload_speed.note, peer)
+        return traffic

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import socket
 
 import pytest
 
-from node.direct.pacing import LEAST_BYTES, LOOK_SECONDS, next_rate
+from node.direct.pacing import _SO_MAX_PACING_RATE, LEAST_BYTES, LOOK_SECONDS, next_rate
+from node.streams.traffic import Traffic
+from tests.support.direct_connections import SimpleServer
+from tests.support.waiting import until
 
 
 def steered(line: float, connections: int, base_seconds: float) -> tuple[float, float]:
@@ -45,3 +50,24 @@ def test_connection_progresses_beside_others_that_fill_the_queue() -> None:
 
 def test_without_waiting_a_connection_is_not_paced() -> None:
     assert next_rate(math.inf, 1e9, 0.09, 0.03) == math.inf
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_data_waits_for_a_slow_line_and_not_for_a_reader_that_stalls(is_read: bool) -> None:
+    """The line's rate is a limit of the kernel here. A reader that takes nothing has no room for more."""
+    line, server, looks = 2e6, SimpleServer(), list[tuple[float, bool]]()
+    sender, reader = await server.pair()
+    sender.traffic = Traffic().stream("reader", "")
+    sender.traffic.delivered = lambda now, connection, rate, is_waiting: looks.append((rate, is_waiting))
+    if is_read:
+        sender._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(line))
+    tasks = [asyncio.create_task(sender.write(bytes(32 << 20)))]
+    tasks += [asyncio.create_task(reader.discard(32 << 20))] if is_read else []
+    await until(lambda: len(looks) >= 8, 5)
+    rates, waits = zip(*looks[3:], strict=True)
+    assert {*waits} == {is_read}
+    assert not is_read or sum(rates) / len(rates) == pytest.approx(line, rel=0.3)
+    sender.abort()
+    server.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
