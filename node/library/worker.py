@@ -25,7 +25,7 @@ from node.library.peer import PeerEnded, ScriptPeer
 from node.library.shown import Messages
 from node.tasks.base import Step
 from node.training.shared import Shared, read_only_vector
-from node.training.trainer import LocalTraining, as_json, device_name
+from node.training.trainer import REPORT_SHARE, LocalTraining, as_json, device_name
 from protocols.base import Layout, Vector
 
 if TYPE_CHECKING:  # only a script of several ranks loads its code
@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # only a script of several ranks loads its code
 LOST_SECONDS = 30.0
 """Longest wait at the end of a round for a peer in place of one that died."""
 LOOK_SECONDS = 0.05
-_REPORT_SECONDS, _REPORT_SHARE = 1.0, 0.01
-"""Between two reports of what has been trained so far; and the part of the time that they may take."""
+_REPORT_SECONDS = 1.0
+"""Between two reports of what has been trained so far, at least."""
 
 
 class State(Enum):
@@ -115,7 +115,7 @@ class ScriptWorker:
                 self.drop()
                 return False
         self._mark = time.perf_counter()
-        self._next_report = self._mark + max(_REPORT_SECONDS, (self._mark - began) / _REPORT_SHARE)
+        self._next_report = self._mark + max(_REPORT_SECONDS, (self._mark - began) / REPORT_SHARE)
         return self.training.complete and not self._surplus
 
     def _flush(self) -> None:

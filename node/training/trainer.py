@@ -21,6 +21,8 @@ from protocols.aio import Notifier, run_with_helper
 from protocols.base import ALL, Layout, LocalProgress, Vector
 from protocols.vectors.views import fragment
 
+REPORT_SHARE = 0.01
+"""Part of a worker's time that reports within a round may take: each computes a norm of all parameters."""
 _PIECE, _DEVICE_PIECE = 1 << 18, 1 << 24
 """Elements of which a norm is computed at once: on a CPU as many as fit into its cache."""
 
@@ -115,10 +117,13 @@ class LocalTraining:
         self._seconds += seconds
         self._step_seconds = seconds
 
-    def due(self) -> bool:
-        """Whether to report now: at the first step, after the last inner step, at each 10 % more tokens."""
+    def due(self, soon: bool = False) -> bool:
+        """Whether to report now: at the first step, after the last inner step and, unless it is too `soon` after a
+        report, at each 10 % more tokens.
+        """
         tokens = self.tokens
-        news = self._reported == 0 or self._steps == self._inner_steps or 10 * tokens >= 11 * self._reported
+        news = self._reported == 0 or self._steps == self._inner_steps
+        news |= not soon and 10 * tokens >= 11 * self._reported
         if news:
             self._reported = tokens
         return news

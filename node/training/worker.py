@@ -46,7 +46,7 @@ from node.training.build import Job, build, devices_of
 from node.training.failure import first_line, report, write_where_it_stands
 from node.training.inner_optimizer import LOSS_SCALE
 from node.training.shared import Shared
-from node.training.trainer import LocalTraining, as_json
+from node.training.trainer import REPORT_SHARE, LocalTraining, as_json
 from node.training.tuning import ThreadTuner
 from protocols.base import Vector
 
@@ -115,7 +115,7 @@ class Worker:
         job.learner.position = shared.position
         if job.loss_scale:
             job.loss_scale.share(shared.loss_scale)
-        self._parent = os.getppid()
+        self._parent, self._next_report = os.getppid(), 0.0
         plain = spec.stage is None and not isinstance(spec.values, PacedValues)
         measured = spec.threads == 0 and not self._apart and plain
         self._tuner = ThreadTuner(spec.thread_count(), spec.thread_count()) if measured else None
@@ -157,8 +157,10 @@ class Worker:
             if self._tuner:
                 self._tune(self._tuner, now - mark, now)
             mark = now
-            if local_training.due():
+            if local_training.due(soon=now < self._next_report):
                 self._tell("progress", as_json(local_training.work()))
+                told = time.perf_counter()
+                self._next_report = told + (told - now) / REPORT_SHARE
         self._publish()
         return as_json(local_training.work())
 

@@ -83,6 +83,16 @@ def do_steps(training: LocalTraining, steps: int, seconds: float = 0.0) -> None:
         training.spend(seconds)
 
 
+def test_costly_reports_are_of_the_first_and_the_last_step() -> None:
+    training = counting(inner_steps=30)
+    training.begin(0)
+    due = []
+    for step in range(1, 41):
+        training.step()
+        due += [step] * training.due(soon=step != 35)
+    assert due == [1, 30, 35]
+
+
 def test_learning_rate_at_known_steps() -> None:
     recipe = Recipe(50, 16, 2e-3, 0.9, 0.5)
     assert recipe.rate(0) == pytest.approx(2e-3 / 21)
