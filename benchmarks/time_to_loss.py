@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,7 +71,13 @@ class Arm:
     every: int = 0
     """Steps between two evaluations, if not H."""
 
+    @property
+    def rounds(self) -> int:
+        """Of H steps in all: each averages one of so many fragments."""
+        return int(self.recipe.get("fragments", 1))
 
+
+_STREAM = {"overlap": "keep", "fragments": 4}
 ARMS: dict[str, Arm] = {
     "ddp": Arm("synchronous data parallel (DDP, gloo), float32", every=8),
     "ddp-fp16": Arm("synchronous data parallel (DDP, gloo), float16", every=8),
@@ -81,6 +87,8 @@ ARMS: dict[str, Arm] = {
     "plain-int4": Arm("Starling, plain DiLoCo, int4", {"codec": "int4"}),
     "keep-int8": Arm("Starling, overlap keep, int8", {"codec": "int8"}, {"overlap": "keep"}),
     "keep-int4": Arm("Starling, overlap keep, int4", {"codec": "int4"}, {"overlap": "keep"}),
+    "stream-int8": Arm("Starling, overlap keep, 4 fragments, int8", {"codec": "int8"}, _STREAM),
+    "stream-int4": Arm("Starling, overlap keep, 4 fragments, int4", {"codec": "int4"}, _STREAM),
 }
 QUICK_ARMS = ("ddp", "hivemind", "torchft", "plain-int8")
 
@@ -260,6 +268,7 @@ def run_file(top: Mapping[str, Any], recipe: Mapping[str, Any], **tables: Mappin
 
 def own_curves(arm: Arm, recipe: Recipe, places: Sequence[Place], rate: float, given: Callable[[Any], bool]) -> Any:
     """The curves of Starling's peers, as soon as `given` has had enough of them."""
+    recipe = replace(recipe, inner_steps=recipe.inner_steps // arm.rounds)
     text = run_file({"seed": 0, "task": "gpt", **arm.run}, asdict(recipe) | dict(arm.recipe), gpt={"preset": PRESET})
     with ours(text, places, rate) as peers:
 
@@ -311,16 +320,17 @@ def measure_loss(options: argparse.Namespace, name: str, link: float) -> dict[st
 def measure_share(options: argparse.Namespace, name: str, steps: int, link: float) -> dict[str, Any]:
     """One arm of Starling, with rounds of so many steps, over one link."""
     arm, load = ARMS[name], os.getloadavg()[0]
-    recipe = {"inner_steps": steps, "rounds": 10_000, **arm.recipe}
+    recipe = {"inner_steps": steps // arm.rounds, "rounds": 10_000, **arm.recipe}
     tables = {"elements": ELEMENTS, "step_seconds": STEP_SECONDS, "tokens_per_step": TOKENS}
-    count = WARM_ROUNDS + options.rounds
+    warm = WARM_ROUNDS * arm.rounds
+    count = warm + options.rounds * arm.rounds
     with (
         shaped(link) as places,
         ours(run_file({"task": "paced", **arm.run}, recipe, paced=tables), places, link) as peers,
     ):
         wait(f"{count} rounds", lambda: all(len(together(peer)) >= count for peer in peers), ROUNDS_SECONDS)
-        shares = [utilisation(together(peer)[:count], WARM_ROUNDS, STEP_SECONDS, TOKENS) for peer in peers]
-        exchange = median(each["seconds_average"] for peer in peers for each in together(peer)[WARM_ROUNDS:count])
+        shares = [utilisation(together(peer)[:count], warm, STEP_SECONDS, TOKENS) for peer in peers]
+        exchange = median(each["seconds_average"] for peer in peers for each in together(peer)[warm:count])
     row = {"arm": name, "inner_steps": steps, "megabits": link, "load": load}
     return row | {"share": sum(shares) / len(shares), "seconds_average": exchange}
 
