@@ -83,6 +83,11 @@ def service() -> Service | None:
     )
 
 
+def is_service() -> bool:
+    """Whether this process is what systemd runs, from version 248 on, and not a child of that."""
+    return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
+
+
 def _quoted(word: str) -> str:
     """A word of ExecStart. `%` would begin a specifier, and `$` a variable."""
     word = word.replace("%", "%%").replace("$", "$$")

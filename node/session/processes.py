@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from node.config.peer_config import PeerConfig
 from node.joining.addresses_file import AddressLine, read_addresses
 from node.joining.bootstrap import BootstrapClient, RunInfo, ask_run
 from node.machine.probes import hottest_celsius
+from node.machine.service import is_service
 from node.network.address_scope import Scope, scope, undialled
+from node.network.daemon import PortTaken
 from node.network.libp2p import LibP2PTransport
 from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed
@@ -36,6 +39,9 @@ from node.session.transport import make_transport
 from node.storage.statedir import StateDir
 from node.ui.control import Command, ControlServer
 from protocols.base import Member
+
+PORT_PAUSES_SECONDS = (10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
+"""Between a service's attempts to listen on a port that another program has. The last one is repeated."""
 
 
 class PeerProcesses:
@@ -82,7 +88,7 @@ class PeerProcesses:
             self.files,
             ControlServer(state.path, tracker.status, command),
             self.limits.kept(say, on_asked),
-            await self._transport() as self.transport,
+            self._listening() as self.transport,
             self.doctor,
             self._bootstrap_client(judge) as self.bootstrap,
             self._page(command) if config.page else nullcontext(),
@@ -91,8 +97,29 @@ class PeerProcesses:
             tracker.transport = self.transport
             yield
 
-    async def _transport(self) -> LibP2PTransport:
-        return make_transport(self.config, self.state, await self._given_addresses(), self.limits.traffic)
+    @asynccontextmanager
+    async def _listening(self) -> AsyncIterator[LibP2PTransport]:
+        """The transport while it runs. A service waits for its port: systemd would start it again every ten seconds,
+        and each start would say the same.
+        """
+        async with AsyncExitStack() as stack:
+            yield await self._entered(stack)
+
+    async def _entered(self, stack: AsyncExitStack) -> LibP2PTransport:
+        said = ""
+        for pause_seconds in chain(PORT_PAUSES_SECONDS, repeat(PORT_PAUSES_SECONDS[-1])):
+            known = await self._given_addresses()
+            transport = make_transport(self.config, self.state, known, self.limits.traffic)
+            try:
+                return await stack.enter_async_context(transport)
+            except PortTaken as error:
+                if not is_service():
+                    raise
+                if str(error) != said:
+                    self.view.say(f"{error}; this service waits, and tries again ever more rarely")
+                said = str(error)
+            await asyncio.sleep(pause_seconds)
+        raise AssertionError("unreachable")
 
     async def _given_addresses(self) -> list[str]:
         """Those that the user gave, and those that files hold now."""

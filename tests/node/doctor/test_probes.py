@@ -27,6 +27,7 @@ from node.doctor.run import check_run, saved_run
 from node.runtime.identity import create
 from node.runtime.listening import listen
 from node.runtime.locks import hold
+from node.session import processes
 from node.session.examination import DoctorService, Examination, ExaminationAlone
 from node.session.fatal import FatalPeerError
 from node.session.peer import Peer
@@ -192,6 +193,33 @@ async def test_taken_port_is_named_and_the_rest_examined(tmp_path: Path) -> None
     assert [each.check for each in failed] == ["listen"] and "is in use by another program" in failed[0].text
     assert {"programs", "storage", "identity", "hardware", "run"} <= {each.check for each in told}
     assert not {"reach", "outside"} & {each.check for each in told}
+
+
+@pytest.mark.real
+async def test_service_says_once_that_its_port_is_taken_and_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (taken,) = listen(["127.0.0.1"], 0, 1)
+    address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+    config = load_peer({"listen": [address], "nat": False}, {}, None)
+    said: list[str] = []
+    view: Any = SimpleNamespace(say=said.append)
+    monkeypatch.setattr(processes, "PORT_PAUSES_SECONDS", (0.1, 0.1))
+    monkeypatch.setenv("SYSTEMD_EXEC_PID", str(os.getpid()))
+    made, make = [], processes.make_transport
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments)
+        if len(made) == 3:
+            taken.close()
+        return make(*arguments)
+
+    monkeypatch.setattr(processes, "make_transport", counted)
+    peer = processes.PeerProcesses(config, StateDir.open(tmp_path), view)
+    async with asyncio.timeout(30), peer.running(lambda _: None, lambda *_: None):
+        assert peer.transport.listening == (address,)
+    (line,) = said
+    assert "is in use by another program" in line and "this service waits" in line
 
 
 async def test_directory_of_a_silent_process_is_left_to_it(tmp_path: Path) -> None:
