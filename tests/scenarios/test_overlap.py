@@ -82,6 +82,15 @@ def test_overlapped_run_takes_less_time() -> None:
     assert ends[0] - ends[1] > waited / 2
 
 
+def test_round_of_a_fragment_sends_its_share() -> None:
+    def most_sent(fragments: int) -> int:
+        sizes = {"elements": 100_000, "chunk_elements": 4096, "uplinks": (1.25e6,) * 3}
+        outcome = play(Scenario(peers=3, rounds=6, codec="fp32", fragments=fragments, **sizes))
+        return max(report["bytes_sent"] for report in outcome.reports("committed"))
+
+    assert most_sent(4) < 1.1 / 4 * most_sent(1)
+
+
 @pytest.mark.parametrize("kind", ["crash", *long("silence", "one-way", "stall")])
 def test_overlapped_round_survives_a_fault_at_any_message(kind: str) -> None:
     """At every message: `python -m tests.sim.crashes --overlap --fragments 4`."""
