@@ -155,7 +155,7 @@ def asker(network: Homes, peers: Sequence[RealPeer]) -> Iterator[Script]:
 
 def play(queue: int, congestion: str, rounds: int, joins: bool) -> dict[str, Any]:
     load = os.getloadavg()[0]
-    run_file = paced(ELEMENTS if queue else IDLE_ELEMENTS, STEP_SECONDS, STEPS)
+    run_file = paced(ELEMENTS if queue else IDLE_ELEMENTS, STEP_SECONDS, STEPS) + 'overlap = "off"\n'
     with (
         tempfile.TemporaryDirectory() as home,
         Homes() as network,

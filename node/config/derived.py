@@ -213,7 +213,7 @@ def protocol_settings(
         keep_rounds=KEEP_ROUNDS * config.recipe.parts,
         fork_peers=config.fork_peers,
         robust=config.robust,
-        overlaps=config.recipe.overlap is not None,
+        overlaps=config.recipe.overlaps,
         schedule=config.schedule,
     )
 

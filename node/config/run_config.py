@@ -51,9 +51,10 @@ STAGE_BATCHES = 8  # Microbatches of an inner step in the presets, with stages. 
 _MIN_CHUNK_ELEMENTS = 1 << 10
 _PROTOCOL = "butterfly"
 
+MAX_ROUNDS = 10**7
 _RECIPE_LIMITS: Mapping[str, float] = {
     "inner_steps": 10**6,
-    "rounds": 10**7,
+    "rounds": MAX_ROUNDS,
     "batches": 1 << 12,
     "warmup_steps": 10**9,
     "learning_rate": 1000,
@@ -186,8 +187,8 @@ class RunConfig:
     def _check_recipe(self) -> None:
         if self.recipe.outer_pull and self.protocol != "gossip":
             raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
-        for name in ("overlap", "fragments"):
-            if getattr(self.recipe, name) and (self.protocol != "butterfly" or self.stages > 1):
+        for name, given in {"overlap": self.recipe.overlaps, "fragments": self.recipe.fragments}.items():
+            if given and (self.protocol != "butterfly" or self.stages > 1):
                 where = "a run with stages" if self.stages > 1 else self.protocol
                 raise ValueError(f"recipe.{name} is for butterfly, without stages: not for {where}")
         if self.recipe.inner_optimizer == "muon" and self.hf and self.hf.train == "lora":

@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from node.config.derived import stage_values, stream_seed, unused_gpus, worker_spec
+from node.config.derived import lent_devices, stage_values, stream_seed, unused_gpus, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
-from node.config.peer_config import PeerConfig
+from node.config.peer_config import DEFAULT_BANDWIDTH, PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
 from node.joining import resume
 from node.joining.bootstrap import RunInfo
+from node.joining.overlap_plan import choose_overlap
 from node.joining.run_selector import RunSelector, asks, found_run, run_id
 from node.network.daemon import DaemonError, PortTaken
 from node.reporting.status import EventSink, Status, join_command, narrow
@@ -201,6 +202,7 @@ class Peer:
             plan = await processes.compute.run(partial(plan_stages, config, monotonic_seconds), 1 << 30)
             for line in (*plan.table.splitlines(), *plan.advice(config)):
                 self._say(line)
+        config = await self._with_overlap(config)
         me, identity = processes.me, self._state.identity
         values = stage_values(config, plan.bounds, plan.elements[0], 0, me) if plan else None
         spec = worker_spec(config, self._config, stream_seed(me), stage=values)
@@ -215,6 +217,17 @@ class Peer:
         self._announce_run(manifest)
         start = await self._load_restart_point(manifest, entrance)
         return manifest, run, start, worker, entrance
+
+    async def _with_overlap(self, config: RunConfig) -> RunConfig:
+        """The configuration of a new run, with a choice of `recipe.overlap` if this machine's line is declared."""
+        line = self._config.claim_bytes_per_second
+        if line == DEFAULT_BANDWIDTH or set(lent_devices(self._config)) != {"cpu"}:
+            return config
+        choice = partial(choose_overlap, config, line, monotonic_seconds)
+        config, why = await self._processes.compute.run(choice, 1 << 30)
+        if why:
+            self._say(why)
+        return config
 
     async def _enter_stage(self, manifest: Manifest, founding: bool = False) -> StageEntrance | None:
         """Find this peer's stage, in its directory or by asking another peer; None in a run without stages."""

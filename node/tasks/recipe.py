@@ -65,9 +65,10 @@ class Recipe:
         None,
     )
 
-    overlap: Literal["keep"] | None = described(
-        "keep: training continues while a round averages, and that work is kept. left out: training waits for the "
-        "mean. Only for butterfly, without stages.",
+    overlap: Literal["keep", "off"] | None = described(
+        "keep: training continues while a round averages, and that work is kept. off: training waits for the mean. "
+        "left out: off, or what a founder chooses that declares its line (--bandwidth, --upload-limit) and sets no "
+        "fragments. keep is for butterfly, without stages.",
         None,
     )
 
@@ -100,6 +101,11 @@ class Recipe:
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), not {self.betas}")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training continues while a round averages."""
+        return self.overlap == "keep"
 
     @property
     def parts(self) -> int:
