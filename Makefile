@@ -69,9 +69,10 @@ $(SIM_CRASHES): sim-at-every-message-%:
 	$(BIN)/python -m tests.sim.crashes --peers 4 --kind $*
 $(filter-out %-crash,$(SIM_OVERLAPS)): SAMPLE := --sample 100
 $(SIM_OVERLAPS): sim-overlap-at-every-message-%:
-	$(BIN)/python -m tests.sim.crashes --peers 3 --kind $* --overlap $(SAMPLE)
+	$(BIN)/python -m tests.sim.crashes --peers 3 --kind $* --overlap --fragments 4 $(SAMPLE)
 sim-overlap:
-	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 0:6 --faults all --overlap
+	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 0:3 --faults all --overlap
+	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 3:6 --faults all --overlap --fragments 4
 sim-pairs-of-crashes:
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500
 sim-calm:
