@@ -117,7 +117,8 @@ class Run:
 
     def outer_sgd(self) -> OuterSGD:
         recipe = self.settings.recipe
-        return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum, self.rounds, self.decay)
+        rate, momentum, parts = recipe.outer_learning_rate, recipe.outer_momentum, self.fragments
+        return OuterSGD(rate, momentum, self.rounds, self.decay, fragments=parts)
 
     def is_evaluated(self, rounds_done: int) -> bool:
         """Whether there is an evaluation after this many rounds."""

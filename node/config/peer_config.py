@@ -244,7 +244,9 @@ class PeerConfig:
         scope="peer",
     )
     checkpoint_every: Annotated[int, Field(ge=1, le=1000)] = setting(
-        5, "Rounds between two checkpoints.", metavar="ROUNDS"
+        5,
+        "Rounds between two checkpoints; in a run with fragments, each of them counts once.",
+        metavar="ROUNDS",
     )
     disk_limit_bytes: Annotated[float, _Size, Field(gt=0, le=1e15)] = setting(
         20e9, "Disk space that checkpoints may take.", metavar="GB", option="--disk-limit", unit="GB"

@@ -115,6 +115,8 @@ class CatchUp:
                 await state.take(source)
             except OSError as error:
                 raise StateUnavailable(f"a snapshot cannot be read: {error.strerror or error}") from error
+            if self.chain.head.fragments > 1:  # steps of fragments would not notice that other bytes are damaged
+                await state.hash()
         return state
 
     async def _replay(

@@ -73,10 +73,12 @@ class ErrorFeedback:
             residual.zero_()
         self._norms[self._bounds(part)] = await self._compute.run(lambda: norm([residual]), 4 * len(delta))
 
-    def forget(self) -> None:
-        self.residual.zero_()
-        self._norms.clear()
-        self._whole = 0.0
+    def forget(self, part: slice = ALL) -> None:
+        self.residual[part].zero_()
+        self._norms[self._bounds(part)] = 0.0
+        if part == ALL:
+            self._norms.clear()
+            self._whole = 0.0
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 

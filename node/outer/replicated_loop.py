@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -68,7 +67,7 @@ class ReplicatedOuterLoop(OuterLoop):
         size = self.fragments.largest
         self._delta, self._mean = state.anchor.new_empty(size), state.anchor.new_empty(size)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
-        self._overlaps, self._average_seconds = overlaps, math.inf  # of the last decided round; at first not known
+        self._overlaps, self._average_seconds = overlaps, 0.0  # of the last decided round
         self._since: float | None = None  # when the overlapped work began that the next round starts from
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
@@ -78,7 +77,8 @@ class ReplicatedOuterLoop(OuterLoop):
     async def _settled(self) -> None:
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
-        if key.round % self._snapshots.every_rounds == 0:
+        fragments = self.chain.head.fragments
+        if key.fragment == 0 and key.round // fragments % self._snapshots.every_rounds == 0:
             await self._keep()
 
     @property
@@ -280,15 +280,16 @@ class ReplicatedOuterLoop(OuterLoop):
         return replace(report, lost_rounds=lost_rounds, lost_tokens=lost_tokens, replayed_rounds=replayed)
 
     async def _adopt(self, branch: Branch | None, reached: CatchUpResult) -> tuple[int, int]:
-        """Returns the rounds, and the tokens of this peer, that the switch costs."""
+        """Returns the rounds, and the tokens of this peer, that the switch costs. Fragments that stay keep work."""
+        changed = await self.fragments.changed(self.state, reached.state)
         await self.state.take(reached.state)
         if self.feedback:
-            self.feedback.forget()
+            for part in changed:
+                self.feedback.forget(part)
         lost = self.chain.switch(branch.ancestor.key.lineage, branch.links) if branch else ()
         self._snapshots.prune(self.chain)
         if reached.snapshot:
             self._keep_fetched(reached.snapshot)
         await self._settled()
-        await self.trainer.write(self.anchor)
-        self.fragments.forget()
+        await self.fragments.restart(changed, self.anchor, self.chain.head.key.fragment)
         return len(lost), sum(self._counted.pop(link.lineage, 0) for link in lost)

@@ -24,12 +24,18 @@ class OuterSGD:
     """m ← μm + Δ; θ ← θ − η(Δ + μm), with Δ the mean pseudo-gradient."""
 
     def __init__(
-        self, learning_rate: float, momentum: float, rounds: int = 0, decay: float = 0.0, extra: int = 0
+        self,
+        learning_rate: float,
+        momentum: float,
+        rounds: int = 0,
+        decay: float = 0.0,
+        extra: int = 0,
+        fragments: int = 1,
     ) -> None:
         """The step goes in equal parts to a plain mean of the peers' parameters (learning rate 1, momentum 0) in the
-        last training rounds of a run, a share `decay` of its `rounds`. For the last `extra` elements it is that
-        mean in all rounds (`node.tasks.extra`). Raises ValueError for a rate that is not positive and finite, or a
-        momentum outside [0, 1).
+        last training rounds of a run, a share `decay` of its `rounds`, alike for all `fragments`. For the last `extra`
+        elements it is that mean in all rounds (`node.tasks.extra`). Raises ValueError for a rate that is not positive
+        and finite, or a momentum outside [0, 1).
         """
         if not (math.isfinite(learning_rate) and learning_rate > 0):
             raise ValueError(f"outer learning rate must be positive and finite, not {learning_rate}")
@@ -37,12 +43,13 @@ class OuterSGD:
             raise ValueError(f"outer momentum must be in [0, 1), not {momentum}")
         self.learning_rate = learning_rate
         self.momentum = momentum
-        self._rounds, self._decay, self._extra = rounds, decay, extra
+        self._rounds, self._decay, self._extra, self._fragments = rounds, decay, extra, fragments
 
     def at(self, trained: int) -> OuterSGD:
         if not self._decay * self._rounds:
             return self
-        left = max(0.0, (1 - (trained + 1) / self._rounds) / self._decay)
+        done = (trained // self._fragments + 1) * self._fragments / self._rounds
+        left = max(0.0, (1 - done) / self._decay)
         if left >= 1:
             return self
         return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum, extra=self._extra)

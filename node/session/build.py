@@ -41,7 +41,7 @@ from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from protocols.aio import Gate, task_group
 from protocols.base import Host, Layout, PeerId, Trainer
-from protocols.blobs.parts import LEAST_ROUNDS, PartCache, PartStore
+from protocols.blobs.parts import LEAST_ROUNDS, STORE_ROUNDS, PartCache, PartStore
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
@@ -278,8 +278,12 @@ def _outer_loop(
             host, settings, snapshots=snapshots, key=lambda: history.key, hints=peers, has_state=is_whole
         )
     gate = Gate()
-    least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * peer.config.checkpoint_every)
-    parts = PartCache(host, PartStore(scratch.allocate, peer.disk, gate, least_rounds=least_rounds), gate)
+    fragments = run.recipe.parts  # so many rounds bring the means of a state
+    least_rounds = fragments * max(LEAST_ROUNDS, KEEP_CHECKPOINTS * peer.config.checkpoint_every)
+    store = PartStore(
+        scratch.allocate, peer.disk, gate, most_rounds=fragments * STORE_ROUNDS, least_rounds=least_rounds
+    )
+    parts = PartCache(host, store, gate)
     sync = ChainSync(
         host,
         settings,
@@ -310,4 +314,4 @@ def _outer_rule(run: RunConfig, layout: Layout) -> OuterSGD | NoLoCo:
     rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
     if recipe.outer_pull is not None:
         return NoLoCo(momentum, rate, recipe.outer_pull, extra)
-    return OuterSGD(rate, momentum, recipe.rounds, recipe.outer_decay or 0.0, extra)
+    return OuterSGD(rate, momentum, recipe.rounds, recipe.outer_decay or 0.0, extra, recipe.parts)

@@ -35,8 +35,10 @@ from node.training.liveness import TIMEOUT_SECONDS
 from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerProcess
 from node.training.remote import NOTHING, RemoteTrainer
 from node.training.shared import Shared
+from node.training.trainer import distance
 from node.training.worker import MAX_LINE_BYTES
-from protocols.base import ALL, Compute, Layout, LocalProgress, Vector
+from protocols.base import ALL, Compute, Layout, LocalProgress, RoundKey, Vector
+from protocols.vectors.views import fragment
 
 log = logging.getLogger(__name__)
 
@@ -374,10 +376,22 @@ class ScriptTrainer(RemoteTrainer):
             self._without_worker = replace(LocalProgress(**answer), resting=True)
         return answer
 
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
+        if self._spec.recipe.parts > 1 and self._without_worker.tokens:  # its norm is that of another fragment
+            part = fragment(len(self._anchor), self._spec.recipe.parts, key.fragment)
+            local, cost_bytes = self._shared.local, 8 * (part.stop - part.start)
+            norm = await self._compute.run(lambda: distance(self._anchor[part], local[part]), cost_bytes)
+            self._without_worker = replace(self._without_worker, norm=norm)
+        return await super().train(key, cut, progress, surplus)
+
     async def write(self, source: Vector, anchor: Vector | None = None, tokens: int = 0, part: slice = ALL) -> None:
         left = self._without_worker
         stays = tokens and left.tokens
-        self._without_worker = replace(left, tokens=tokens, carried=tokens) if stays else _WITHOUT_SCRIPT
+        self._without_worker = _WITHOUT_SCRIPT
+        if stays:
+            self._without_worker = replace(left, tokens=tokens, carried=tokens, seconds=0.0)
         await super().write(source, anchor, tokens, part)
 
     async def _reset_local(self, worker: WorkerProcess) -> None:

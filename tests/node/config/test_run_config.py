@@ -56,6 +56,14 @@ def test_sparse_means_take_plain_outer_steps(rounds: int) -> None:
     assert run({"codec": "topk", "recipe.outer_momentum": 0.5}).recipe.outer_momentum == 0.5, "unless it is given"
 
 
+@pytest.mark.parametrize("rounds", [16, 80])
+def test_fragments_take_the_outer_step_of_whole_rounds(rounds: int) -> None:
+    """As a round of each fragment is as long as one of all."""
+    whole = run({"recipe.rounds": rounds, "recipe.inner_steps": 48}).recipe
+    cut = run({"recipe.rounds": 4 * rounds, "recipe.inner_steps": 12, "recipe.fragments": 4}).recipe
+    assert replace(cut, rounds=rounds, inner_steps=48, fragments=None) == whole
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_is_stored_by_its_values(name: str) -> None:
     config = run({"gpt.preset": name})

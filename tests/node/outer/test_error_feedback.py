@@ -221,9 +221,9 @@ async def test_replay_after_absence_clears_the_residual(swarm: ScenarioRunner, m
     """The peer finds the parts of rounds of three and of four members, which have different sizes."""
     forgotten: list[tuple[str, bool]] = []
 
-    def forget(name: str, error_feedback: ErrorFeedback, real: Callable[[], None]) -> None:
+    def forget(name: str, error_feedback: ErrorFeedback, real: Callable[[slice], None], part: slice) -> None:
         forgotten.append((name, bool(error_feedback.residual.any())))
-        real()
+        real(part)
         assert not error_feedback.residual.any()
 
     await swarm.rounds(2)

@@ -43,6 +43,12 @@ def test_step_decays_to_a_plain_mean() -> None:
     assert torch.allclose(anchor, peers.mean(0), atol=1e-6)
 
 
+def test_fragments_decay_alike() -> None:
+    outer = OuterSGD(0.7, 0.8, rounds=12, decay=0.5, fragments=3)
+    momenta = [outer.at(trained).momentum for trained in range(12)]
+    assert momenta == pytest.approx([0.8] * 6 + [0.4] * 3 + [0.0] * 3)
+
+
 @pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
 def test_every_operation_rounds_to_float32(learning_rate: float, momentum: float) -> None:
     """The same in numpy's scalars, which fuse no operations: the bits are the formula's, not only this torch's."""
