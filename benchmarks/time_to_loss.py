@@ -46,7 +46,7 @@ MEGABIT = 1_000_000
 START_SECONDS = 120.0
 ELEMENTS, STEP_SECONDS, TOKENS = 10_000_000, 0.05, 1024
 """Of the paced trainers: an int8 vector of 10 MB, and 20 steps a second."""
-WARM_ROUNDS, ROUNDS_SECONDS = 1, 300.0
+WARM_ROUNDS, ROUNDS_SECONDS = 1, 500.0
 RATES = (6e-3, 0.9, 0.5)
 """The learning rate of AdamW, and rate and momentum of the outer step of Starling and torchft."""
 
@@ -321,7 +321,8 @@ def measure_share(options: argparse.Namespace, name: str, steps: int, link: floa
     """One arm of Starling, with rounds of so many steps, over one link."""
     arm, load = ARMS[name], os.getloadavg()[0]
     recipe = {"inner_steps": steps // arm.rounds, "rounds": 10_000, **arm.recipe}
-    tables = {"elements": ELEMENTS, "step_seconds": STEP_SECONDS, "tokens_per_step": TOKENS}
+    seconds = options.step_seconds
+    tables = {"elements": ELEMENTS, "step_seconds": seconds, "tokens_per_step": TOKENS}
     warm = WARM_ROUNDS * arm.rounds
     count = warm + options.rounds * arm.rounds
     with (
@@ -329,9 +330,9 @@ def measure_share(options: argparse.Namespace, name: str, steps: int, link: floa
         ours(run_file({"task": "paced", **arm.run}, recipe, paced=tables), places, link) as peers,
     ):
         wait(f"{count} rounds", lambda: all(len(together(peer)) >= count for peer in peers), ROUNDS_SECONDS)
-        shares = [utilisation(together(peer)[:count], warm, STEP_SECONDS, TOKENS) for peer in peers]
+        shares = [utilisation(together(peer)[:count], warm, seconds, TOKENS) for peer in peers]
         exchange = median(each["seconds_average"] for peer in peers for each in together(peer)[warm:count])
-    row = {"arm": name, "inner_steps": steps, "megabits": link, "load": load}
+    row = {"arm": name, "inner_steps": steps, "step_seconds": seconds, "megabits": link, "load": load}
     return row | {"share": sum(shares) / len(shares), "seconds_average": exchange}
 
 
@@ -382,6 +383,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     loss.add_argument("--seconds", type=positive, default=400.0, help="longest time of a play (default %(default)s)")
     share.add_argument("--links", type=megabits, help="Mbit/s (default 10,50,200,1000)")
     share.add_argument("--arms", type=arms, default=own, help="default %(default)s")
+    share.add_argument(
+        "--step-seconds", type=positive, default=STEP_SECONDS, help="of a paced step (default %(default)s)"
+    )
     share.add_argument("--inner-steps", type=several, help="each H (default 8,32,128)")
     share.add_argument("--rounds", type=at_least_one, default=3, help="counted, after one (default %(default)s)")
     for each in (loss, share):
