@@ -102,7 +102,7 @@ class Training:
 
     async def end(self) -> LocalProgress:
         self.cut.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             return await self.task
 
 
