@@ -16,7 +16,7 @@ from protocols.vectors.codec import codec
 MEMBERS = 4
 """Of the round that is expected, with lines like the founder's."""
 VOTE_SECONDS = 0.5
-SHORT, LONG = 0.05, 0.5
+SHORT, LONG, LONG_ADAMW = 0.05, 0.5, 0.1
 """Shares of a round that averaging takes. Below the first, waiting costs little; above the second, the mean of a
 fragment is better, which is late by fewer steps (docs/decisions/0058-the-founder-chooses-overlap.md).
 """
@@ -45,7 +45,8 @@ def choose_overlap(config: RunConfig, bytes_per_second: float, timer: Callable[[
         return replace(config, recipe=replace(recipe, overlap="off")), f"{what}: training waits for it"
     is_long = recipe.inner_steps >= LEAST_STEPS and round_seconds >= LEAST_SECONDS
     may_cut = is_long and recipe.rounds <= MAX_ROUNDS // FRAGMENTS and config.elements >= FRAGMENTS
-    if mean_seconds <= LONG * round_seconds or not may_cut:
+    most = LONG if recipe.inner_optimizer == "muon" else LONG_ADAMW
+    if mean_seconds <= most * round_seconds or not may_cut:
         chosen = replace(recipe, overlap="keep")
         return replace(config, recipe=chosen), f'{what}: training continues meanwhile (recipe.overlap = "keep")'
     steps, rounds = -(-recipe.inner_steps // FRAGMENTS), recipe.rounds * FRAGMENTS

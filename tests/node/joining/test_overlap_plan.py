@@ -11,7 +11,16 @@ from node.config.run_config import RunConfig, load_run
 from node.joining.overlap_plan import choose_overlap
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
-PACED = 'task = "paced"\n[paced]\nelements = 1_000_000\nstep_seconds = 0.2\n[recipe]\ninner_steps = 50\nrounds = 20\n'
+PACED = """
+task = "paced"
+[paced]
+elements = 1_000_000
+step_seconds = 0.2
+[recipe]
+inner_steps = 50
+rounds = 20
+inner_optimizer = "muon"
+"""
 """With int8 a mean of four takes 1.5 MB of each line, a round 10 s."""
 
 
@@ -43,6 +52,11 @@ def test_choice_follows_from_the_line_and_the_steps(
 def test_long_rounds_wait_for_a_short_mean(tmp_path: Path) -> None:
     found, line = choose_overlap(config(tmp_path, PACED.replace("= 50", "= 500")), 12.5e6, lambda: 0.0)
     assert not found.recipe.overlaps and line.endswith("training waits for it")
+
+
+def test_late_means_of_adamw_are_of_fragments(tmp_path: Path) -> None:
+    found, _ = choose_overlap(config(tmp_path, PACED.replace("muon", "adamw")), 0.4e6, lambda: 0.0)
+    assert (found.recipe.overlap, found.recipe.fragments) == ("keep", 4)
 
 
 def test_short_rounds_are_not_cut(tmp_path: Path) -> None:
