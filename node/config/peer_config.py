@@ -245,7 +245,7 @@ class PeerConfig:
     )
     checkpoint_every: Annotated[int, Field(ge=1, le=1000)] = setting(
         5,
-        "Rounds between two checkpoints; in a run with fragments, each of them counts once.",
+        "Rounds between two checkpoints; in a run with fragments, cycles of rounds that average all of them.",
         metavar="ROUNDS",
     )
     disk_limit_bytes: Annotated[float, _Size, Field(gt=0, le=1e15)] = setting(
