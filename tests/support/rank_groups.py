@@ -92,9 +92,9 @@ def spec_of(task: str, models: Callable[[str], Path], home: Path | None = None) 
 class Training:
     """A round under way."""
 
-    def __init__(self, trainer: RemoteTrainer, number: int = 0, surplus: bool = False) -> None:
+    def __init__(self, trainer: RemoteTrainer, number: int = 0, surplus: bool = False, fragment: int = 0) -> None:
         self.cut, self.progress = asyncio.Event(), list[LocalProgress]()
-        key = RoundKey(bytes(32), "run", bytes(32), number)
+        key = RoundKey(bytes(32), "run", bytes(32), number, fragment)
         self.task = asyncio.create_task(trainer.train(key, self.cut, self.progress.append, surplus))
 
     async def until_tokens(self, tokens: int) -> None:

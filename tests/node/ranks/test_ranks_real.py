@@ -13,6 +13,7 @@ from node.runtime import tensors
 from node.runtime.compute import ThreadCompute
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols.base import LocalProgress
+from protocols.vectors.views import fragment
 from tests.support.long import long
 from tests.support.other_worker import worker_program
 from tests.support.rank_groups import (
@@ -22,6 +23,7 @@ from tests.support.rank_groups import (
     TOLERANCE,
     Apart,
     Training,
+    gpt,
     grouped,
     is_statistic,
     ranks_of,
@@ -123,6 +125,22 @@ async def test_ranks_compute_what_one_process_does(
                         )
                         assert "num_batches_tracked, latest: each rank has its own during a round, and t" in caplog.text
         assert one.restarts == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("division", "tolerance"), [("zero2 x2 apart", 1e-5), ("zero3 x2 apart", 0.1)])
+async def test_norm_of_ranks_is_that_of_the_fragment(division: str, tolerance: float, compute: ThreadCompute) -> None:
+    """With divided tensors, one that the fragment cuts is taken to have changed alike everywhere."""
+    with on("apart"):
+        async with RemoteTrainer(grouped(gpt(fragments=3), division), compute) as group:
+            begun = await vector(group)
+            for index in range(3):
+                training = Training(group, 0, fragment=index)
+                await training.until_tokens(1)
+                work = await training.end()
+                part = fragment(len(begun), 3, index)
+                moved = (await vector(group) - begun)[part].norm()
+                assert work.norm > 0 and work.norm == pytest.approx(float(moved), rel=tolerance)
 
 
 async def compare(task: str, reference: Reference, group: RemoteTrainer, home: Path) -> None:
