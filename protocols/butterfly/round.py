@@ -203,10 +203,13 @@ class Round:
     # -- parts from other members -------------------------------------------------------------------------------------
 
     async def _fetch_for_vote(self) -> None:
-        """Fetch the parts that this member's vote waits for, from the members that have voted already."""
+        """Fetch the parts that this member's vote waits for, from the members that have voted already.
+
+        Past the attempt's deadline nothing is fetched, though the attempt lasts until an overlapped step has ended.
+        """
         vote = self.vote
         while await self.until(lambda: bool(vote.wanted) or self.over()):
-            if self.over():
+            if self.over() or loop_time() >= self.deadline:
                 return
             proposed, wanted, ballot = vote.proposed, vote.wanted, vote.paxos.ballot
             vote.wanted = ()
