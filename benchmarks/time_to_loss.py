@@ -73,7 +73,7 @@ class Arm:
 
     @property
     def rounds(self) -> int:
-        """Of H steps in all: each averages one of so many fragments."""
+        """Number of rounds in H steps, each of which averages another fragment."""
         return int(self.recipe.get("fragments", 1))
 
 

@@ -23,7 +23,7 @@ from protocols.base import Layout
 from protocols.vectors.codec import codec
 from protocols.vectors.coding import carry
 from protocols.vectors.sparse import sent, settle
-from protocols.vectors.views import norm
+from protocols.vectors.views import fragment, norm
 
 
 @cache
@@ -94,27 +94,27 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
     ]
     outer, tokens = run.outer_sgd(), [0.0] * run.peers
     for number in range(run.rounds):
-        fragment = fragments[number % run.fragments]
+        due = fragments[number % run.fragments]
         overlaps = bool(run.delay) and number + 1 < run.rounds
         for index, training in enumerate(trainings):
             train_round(training, number, run.inner_steps - (run.delay if number else 0))
             tokens[index] += trained_tokens(training)
-        counted = weights[number] if weights else fragment.take_tokens(tokens)
+        counted = weights[number] if weights else due.take_tokens(tokens)
         if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
-            fragment.velocity.zero_()
-        mean, handed_in = fragment.mean([training.learner.vector for training in trainings], counted)
+            due.velocity.zero_()
+        mean, handed_in = due.mean([training.learner.vector for training in trainings], counted)
         before = [training.learner.vector.clone() for training in trainings] if run.variant == "naive" else []
         for index, training in enumerate(trainings):
             training.reset(1)
             if overlaps:
                 train_round(training, number + 1, run.delay)
                 tokens[index] += trained_tokens(training)
-        outer.at(number).step(fragment.anchor, fragment.velocity, mean)
-        anchor[fragment.part] = fragment.anchor
+        outer.at(number).step(due.anchor, due.velocity, mean)
+        anchor[due.part] = due.anchor
         recent.append(anchor.clone())
         for index, training in enumerate(trainings):
             local = before[index] if before else training.learner.vector
-            local[fragment.part] = fragment.anchor + (0 if before else local[fragment.part] - handed_in[index])
+            local[due.part] = due.anchor + (0 if before else local[due.part] - handed_in[index])
             training.write(local.clone(), anchor, tokens=1)
         if run.is_evaluated(number + 1):
             history.append(((number + 1) * run.inner_steps, _evaluate(trainings[0], recent)))
@@ -165,7 +165,7 @@ def fragment_indices(layout: Layout, count: int, run: Run) -> list[torch.Tensor]
             keyed.append((block % count, block, order[low : low + math.prod(shape)]))
             low += math.prod(shape)
         order = torch.cat([part for *_, part in sorted(keyed, key=lambda each: each[:2])])
-    return [part.clone() for part in torch.tensor_split(order, count)]
+    return [order[fragment(elements, count, index)] for index in range(count)]
 
 
 def _average_moments(members: Sequence[LabMember]) -> None:

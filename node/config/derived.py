@@ -205,12 +205,12 @@ def protocol_settings(
     config = manifest.config
     return Settings(
         codec=config.codec,
-        elements=fragment_sizes(sum(manifest.elements_of(stage)), config.recipe.parts),
+        elements=_averaged_elements(manifest, stage),
         chunk_elements=config.chunk_elements,
         bandwidth=mine.bandwidth_bytes_per_second,
         bandwidth_limit=bandwidth_limit,
         incarnation=incarnation,
-        keep_rounds=KEEP_ROUNDS * config.recipe.parts,
+        keep_rounds=KEEP_ROUNDS * config.recipe.fragment_count,
         fork_peers=config.fork_peers,
         robust=config.robust,
         overlaps=config.recipe.overlaps,
@@ -218,10 +218,14 @@ def protocol_settings(
     )
 
 
+def _averaged_elements(manifest: Manifest, stage: int) -> tuple[int, ...]:
+    """Elements of each fragment that a round may average; of all parameters in a run without fragments."""
+    return fragment_sizes(sum(manifest.elements_of(stage)), manifest.config.recipe.fragment_count)
+
+
 def vector_bytes(manifest: Manifest, stage: int = 0) -> int:
     """Bytes of what a peer sends in a round, encoded."""
-    sizes = fragment_sizes(sum(manifest.elements_of(stage)), manifest.config.recipe.parts)
-    return codec(manifest.config.codec).encoded_bytes(max(sizes))
+    return codec(manifest.config.codec).encoded_bytes(max(_averaged_elements(manifest, stage)))
 
 
 def check_caps(manifest: Manifest, mine: PeerConfig, stage: int = 0) -> None:

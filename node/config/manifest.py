@@ -25,11 +25,10 @@ from node.config.task_tables import STRICT
 from node.config.toml import MAX_BYTES, canonical, one_line
 from node.tasks.hf.settings import ModelPins
 from node.tasks.name import LOOP
-from node.tasks.recipe import MAX_ELEMENTS
+from node.tasks.recipe import MAX_ELEMENTS, MAX_FRAGMENTS
 from protocols.base import RUN_SCOPE, Layout, Member, PeerId, Signer, stage_scope
 
 FORMAT = 2
-MAX_FRAGMENTS = 64
 _RUN_TAG = b"starling run 1\n"
 _SIGNED_TAG = b"starling manifest 1\n"
 _MAX_PEER_CHARACTERS = 128
@@ -78,8 +77,8 @@ class Manifest:
             raise ValueError(f"the task takes {self.config.elements} elements, the manifest has {total}")
         if total > MAX_ELEMENTS:
             raise ValueError(f"the manifest has {total} elements, more than {MAX_ELEMENTS}")
-        if total < self.config.recipe.parts:
-            raise ValueError(f"{total} parameters cannot be averaged in {self.config.recipe.parts} fragments")
+        if total < self.config.recipe.fragment_count:
+            raise ValueError(f"{total} parameters cannot be averaged in {self.config.recipe.fragment_count} fragments")
         if (self.model is None) != (self.config.hf is None):
             raise ValueError("a manifest describes a model if, and only if, the run's task is hf")
         self._check_stages()

@@ -32,7 +32,7 @@ from node.config.toml import ConfigError, check_keys, one_line, read_toml, sugge
 from node.tasks import name as names
 from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset, recipe_for
 from node.tasks.hf.settings import HfSettings
-from node.tasks.recipe import MAX_PARTS, Recipe, described
+from node.tasks.recipe import MAX_FRAGMENTS, Recipe, described
 from protocols.base import MAX_STAGES
 from protocols.registry import (
     ACTIVATION_CODECS,
@@ -367,9 +367,9 @@ def _for_run(base: Preset, values: Mapping[str, Any]) -> Preset:
     if values.get("codec") == "topk":
         outer_step = PLAIN_OUTER_STEP
     rounds, inner_steps = sizes
-    parts = given if type(given := recipe.get("fragments")) is int and 1 <= given <= MAX_PARTS else 1
+    fragments = given if type(given := recipe.get("fragments")) is int and 1 <= given <= MAX_FRAGMENTS else 1
     optimizer = recipe.get("inner_optimizer", base.recipe.inner_optimizer)
-    chosen = recipe_for(base.shape.width, max(1, rounds // parts), inner_steps * parts, optimizer, outer_step)
+    chosen = recipe_for(base.shape.width, max(1, rounds // fragments), inner_steps * fragments, optimizer, outer_step)
     return replace(base, recipe=replace(chosen, rounds=rounds, inner_steps=inner_steps))
 
 

@@ -198,7 +198,7 @@ class _Download:
             write_atomically(directory / STAGE, seat_to_bytes(seat))
         archive, key = CertificateLog(directory / "certificates.bin"), bytes.fromhex(manifest.run_id)
         self.directory, self._run, self._layout = directory, manifest.run_id, run.layouts[stage]
-        root, parts = manifest.root_of(stage), manifest.config.recipe.parts
+        root, parts = manifest.root_of(stage), manifest.config.recipe.fragment_count
         self._chain = Chain(key, manifest.scope(stage), (first,), root, archive, fragments=parts)
         self._sync = ChainSync(
             host,

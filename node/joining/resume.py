@@ -178,7 +178,7 @@ def _cut(
     archive = CertificateLog(copy, str(state.certificates))
     stage, first = (seat.stage, seat.member) if seat else (0, manifest.founder)
     root = manifest.root_of(stage)
-    run, parts = bytes.fromhex(manifest.run_id), manifest.config.recipe.parts
+    run, parts = bytes.fromhex(manifest.run_id), manifest.config.recipe.fragment_count
     chain = Chain(run, manifest.scope(stage), (first,), root, archive, fragments=parts)
     unused = [each for each in found if not _is_of(chain, each)]
     what = f"none of the checkpoints in {state.path / DIRECTORY} can be used"

@@ -207,14 +207,15 @@ async def found_run(
     root = index.state_root(0)  # of the initial parameters, and no momentum
     if plan and root != plan.entries[0].state_root:
         raise ManifestError("this machine has drawn two different initial states: its memory may be damaged")
-    if not plan and (count := sum(trainer.layout.sizes())) < config.recipe.parts:
+    count, fragments = sum(trainer.layout.sizes()), config.recipe.fragment_count
+    if not plan and count < fragments:
         raise ManifestError(
-            f"the model has {count} parameters, which cannot be averaged in {config.recipe.parts} fragments: set fewer "
-            "fragments in [recipe], or leave them out"
+            f"the model has {count} parameters, which cannot be averaged in {fragments} fragments: set fewer fragments "
+            "in [recipe], or leave them out"
         )
-    if config.elements not in (None, sum(trainer.layout.sizes())) and not plan:
+    if config.elements not in (None, count) and not plan:
         raise ManifestError(
-            f"task {config.task} has {config.elements} parameters, the script's model {sum(trainer.layout.sizes())}: "
+            f"task {config.task} has {config.elements} parameters, the script's model {count}: "
             "train the same model, or start a run of task loop"
         )
     manifest = Manifest(

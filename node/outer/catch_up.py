@@ -48,7 +48,7 @@ class CatchUp:
     lineage: bytes
     snapshots: Sequence[Snapshot]  # that the peer kept, of this chain or another
     scratch: Vector  # memory for the mean of the largest fragment
-    part: Callable[[int], slice]  # a fragment's place in the vector
+    fragment: Callable[[int], slice]  # number of a fragment -> its slice of the vector
     deadline: Deadline  # past it, the attempt continues only while it makes progress
 
     async def run(self) -> CatchUpResult | None:
@@ -139,10 +139,10 @@ class CatchUp:
                 if number + 1 < len(links):  # on its way while this step is taken
                     ahead = group.create_task(self._parts(links[number + 1]))
                 if link.record.averaged:
-                    part = self.part(link.certificate.key.fragment)
-                    mean = self.scratch[: len(state.anchor[part])]
+                    fragment = self.fragment(link.certificate.key.fragment)
+                    mean = self.scratch[: len(state.anchor[fragment])]
                     await self.fetcher.decode(parts, mean)
-                    finite = await state.step(mean, trained[number], part) and finite
+                    finite = await state.step(mean, trained[number], fragment) and finite
                     replayed += 1
                 self.fetcher.sync_progress.rounds_here += 1
         return CatchUpResult(state, replayed, finite, snapshot)

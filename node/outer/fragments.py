@@ -33,17 +33,20 @@ class Fragments:
         return -(-self._elements // self.count)
 
     def forget(self) -> None:
-        """The trainer's parameters are the anchor: it counts the tokens of all fragments."""
-        self._resets = self._trainer.resets
-        self._count_from([0] * self.count, 0)
+        """The trainer's parameters are the anchor, so it counts the tokens of all fragments."""
+        self._resets, self._beyond = self._trainer.resets, [0] * self.count
+        self._heard = replace(self._heard, tokens=0)
+
+    def hear(self, work: LocalProgress) -> None:
+        """Take in the trainer's progress, from which `restart` goes out."""
+        self._heard = work
 
     def work(self, index: int, work: LocalProgress) -> LocalProgress:
         """The trainer's progress as that of one fragment."""
-        self._heard = work
         return replace(work, tokens=self._tokens(index, work))
 
     def _tokens(self, index: int, work: LocalProgress) -> int:
-        if self._resets != self._trainer.resets:
+        if self._resets != self._trainer.resets:  # a worker died, and left the anchor
             self._resets, self._beyond = self._trainer.resets, [0] * self.count
         return max(0, work.tokens + self._beyond[index]) if work.tokens else 0
 

@@ -127,6 +127,10 @@ class ReplicatedOuterLoop(OuterLoop):
             behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
             sync.stranded = report.outcome == Outcome.UNDECIDED
 
+    def _show_progress(self, phase: str, work: LocalProgress) -> None:
+        self.fragments.hear(work)
+        super()._show_progress(phase, work)
+
     def _offered(self, work: LocalProgress, state_root: bytes, rests: bool = False) -> LocalProgress:
         index = self.chain.head.key.fragment
         work = super()._offered(self.fragments.work(index, work), state_root, rests)

@@ -54,14 +54,14 @@ class OuterSGD:
             return self
         return OuterSGD(left * self.learning_rate + (1 - left), left * self.momentum, extra=self._extra)
 
-    def step(self, anchor: Vector, velocity: Vector, delta: Vector, part: slice | None = None) -> bool:
+    def step(self, anchor: Vector, velocity: Vector, delta: Vector, part: slice = ALL) -> bool:
         """Apply a mean pseudo-gradient Δ to θ and m in place, to all of them or to a part, of which Δ then is.
 
         Returns whether every new parameter is finite.
         """
-        trained = len(anchor) - self._extra
-        if part:
-            anchor, velocity, trained = anchor[part], velocity[part], min(max(0, trained - part.start), len(delta))
+        start, stop, _ = part.indices(len(anchor))
+        trained = min(max(start, len(anchor) - self._extra), stop) - start  # without extra elements
+        anchor, velocity = anchor[part], velocity[part]
         scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
         means = anchor[trained:].sub_(delta[trained:])
         finite = not len(means) or math.isfinite(norm([means]))
@@ -102,26 +102,28 @@ class OuterState:
     def root(self, round_number: int) -> bytes:
         return self.index.state_root(round_number)
 
-    async def hash(self) -> None:
-        self.index = await self.compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
+    async def hash(self, part: slice = ALL) -> None:
+        """Compute the digests of both vectors; with `part`, after a change of that part only."""
+        vectors = self.anchor, self.velocity
+
+        def index() -> SnapshotIndex:
+            return SnapshotIndex.of(*vectors) if part == ALL else self.index.after(*vectors, part)
+
+        self.index = await self.compute.run(index, 8 * len(self.anchor[part]))
 
     async def step(self, delta: Vector, trained: int, part: slice = ALL) -> bool:
         """Step along a mean pseudo-gradient, after `trained` rounds. Returns whether all its parameters are finite.
 
         With `part`, the pseudo-gradient is that of a fragment, and all else stays as it is.
         """
-        if part == ALL:
-            finite = await self.advance(delta, trained)
-            await self.hash()
-            return finite
-        outer, anchor, velocity = self.outer.at(trained), self.anchor, self.velocity
-        assert isinstance(outer, OuterSGD)
-        finite = await self.compute.run(lambda: outer.step(anchor, velocity, delta, part), 12 * len(delta))
-        self.index = await self.compute.run(lambda: self.index.after(anchor, velocity, part), 8 * len(delta))
+        outer = self.outer.at(trained)
+        assert isinstance(outer, OuterSGD), "peers that pull each other have no mean to step along"
+        finite = await self.compute.run(lambda: outer.step(self.anchor, self.velocity, delta, part), 12 * len(delta))
+        await self.hash(part)
         return finite
 
     async def advance(self, delta: Vector, trained: int) -> bool:
-        """Like `step`, but without hashing. With NoLoCo, `delta` is the result of its `offer`."""
+        """Step without hashing. With NoLoCo, `delta` is the result of its `offer`."""
         outer = self.outer.at(trained)
         return await self.compute.run(lambda: outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor))
 

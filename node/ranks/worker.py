@@ -303,7 +303,7 @@ class RankedWorker(Worker):
         super().__init__(job, shared, spec, tell)
 
     def _training_of(self, spec: WorkerSpec) -> LocalTraining:
-        return GroupTraining(self._learner, spec.recipe.inner_steps, self._anchor, spec.recipe.parts)
+        return GroupTraining(self._learner, spec.recipe.inner_steps, self._anchor, spec.recipe.fragment_count)
 
     def _take(self, carried: int) -> None:
         if not self._learner.is_shared:

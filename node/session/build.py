@@ -278,7 +278,7 @@ def _outer_loop(
             host, settings, snapshots=snapshots, key=lambda: history.key, hints=peers, has_state=is_whole
         )
     gate = Gate()
-    fragments = run.recipe.parts  # so many rounds bring the means of a state
+    fragments = run.recipe.fragment_count  # the means of a whole state take this number of rounds
     least_rounds = fragments * max(LEAST_ROUNDS, KEEP_CHECKPOINTS * peer.config.checkpoint_every)
     store = PartStore(
         scratch.allocate, peer.disk, gate, most_rounds=fragments * STORE_ROUNDS, least_rounds=least_rounds
@@ -314,4 +314,4 @@ def _outer_rule(run: RunConfig, layout: Layout) -> OuterSGD | NoLoCo:
     rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
     if recipe.outer_pull is not None:
         return NoLoCo(momentum, rate, recipe.outer_pull, extra)
-    return OuterSGD(rate, momentum, recipe.rounds, recipe.outer_decay or 0.0, extra, recipe.parts)
+    return OuterSGD(rate, momentum, recipe.rounds, recipe.outer_decay or 0.0, extra, recipe.fragment_count)

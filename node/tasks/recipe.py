@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 MAX_ELEMENTS = 1 << 31  # largest number of parameters of a run
 
-MAX_PARTS = 64
+MAX_FRAGMENTS = 64
 """Fragments that the parameters may be cut into."""
 
 OptionValue: TypeAlias = bool | int | float | str  # the value of an option of a user's own task
@@ -67,15 +67,15 @@ class Recipe:
 
     overlap: Literal["keep", "off"] | None = described(
         "keep: training continues while a round averages, and that work is kept. off: training waits for the mean. "
-        "left out: off, or what a founder chooses that declares its line (--bandwidth, --upload-limit) and sets no "
-        "fragments. keep is for butterfly, without stages.",
+        "left out: the founder chooses, if it declares its line (--bandwidth, --upload-limit) and sets no fragments; "
+        "otherwise off. keep is for butterfly, without stages.",
         None,
     )
 
     fragments: int | None = described(
-        "The parameters are averaged in so many parts (Douillard et al. 2025, Streaming DiLoCo): each round averages "
-        "one of them, in turn, so a round sends that share, and each parameter is averaged every fragments * "
-        "inner_steps steps. left out: a round averages all. Only for butterfly, without stages.",
+        "Number of equal parts of the parameters. Each round averages one of them, in turn (Douillard et al. 2025, "
+        "Streaming DiLoCo), so each parameter is averaged every fragments * inner_steps steps. left out: a round "
+        "averages all. Only for butterfly, without stages.",
         None,
     )
 
@@ -92,7 +92,7 @@ class Recipe:
             if self.outer_decay and self.outer_pull:
                 raise ValueError("outer_decay and outer_pull cannot be combined: set one of them")
         if self.fragments is not None:
-            require(self, "fragments", lambda value: 2 <= value <= MAX_PARTS, f"between 2 and {MAX_PARTS}")
+            require(self, "fragments", lambda value: 2 <= value <= MAX_FRAGMENTS, f"between 2 and {MAX_FRAGMENTS}")
         require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
         if self.outer_pull is not None:
             most = most_pull(self.outer_momentum)
@@ -108,8 +108,8 @@ class Recipe:
         return self.overlap == "keep"
 
     @property
-    def parts(self) -> int:
-        """Fragments of the parameters that rounds average in turn."""
+    def fragment_count(self) -> int:
+        """Number of fragments of the parameters, which rounds average in turn; 1 if each round averages all."""
         return self.fragments or 1
 
     def rate(self, global_step: int) -> float:

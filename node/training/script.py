@@ -379,8 +379,8 @@ class ScriptTrainer(RemoteTrainer):
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        if self._spec.recipe.parts > 1 and self._without_worker.tokens:  # its norm is that of another fragment
-            part = fragment(len(self._anchor), self._spec.recipe.parts, key.fragment)
+        if self._spec.recipe.fragment_count > 1 and self._without_worker.tokens:  # its norm is that of another fragment
+            part = fragment(len(self._anchor), self._spec.recipe.fragment_count, key.fragment)
             local, cost_bytes = self._shared.local, 8 * (part.stop - part.start)
             norm = await self._compute.run(lambda: distance(self._anchor[part], local[part]), cost_bytes)
             self._without_worker = replace(self._without_worker, norm=norm)

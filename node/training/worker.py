@@ -125,7 +125,7 @@ class Worker:
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
 
     def _training_of(self, spec: WorkerSpec) -> LocalTraining:
-        return LocalTraining(self._job.learner, spec.recipe.inner_steps, self._anchor, spec.recipe.parts)
+        return LocalTraining(self._job.learner, spec.recipe.inner_steps, self._anchor, spec.recipe.fragment_count)
 
     def carry_out(self, do: str, *, carried: int | None = None, **fields: Any) -> Any:
         """Call the method of a command, which is named after it, with the command's fields."""

@@ -28,7 +28,7 @@ def test_fragments_that_a_missed_round_did_not_change_keep_their_work() -> None:
     async def main() -> None:
         trainer = InlineTrainer(LinearLearner(), inner_steps=4, step_seconds=1.0, fragments=2)
         fragments, anchor = Fragments(trainer, ELEMENTS, 2), torch.ones(ELEMENTS)
-        fragments.work(0, await train(trainer, 0, 4))
+        fragments.hear(await train(trainer, 0, 4))
         others = anchor.clone()
         others[fragments.part(0)] = 3.0
         changed = await fragments.changed(state(anchor), state(others))
@@ -38,6 +38,7 @@ def test_fragments_that_a_missed_round_did_not_change_keep_their_work() -> None:
         assert torch.equal(local[fragments.part(0)], others[fragments.part(0)])
         assert torch.equal(local[fragments.part(1)], anchor[fragments.part(1)] - 4 * STEP)
         work = await train(trainer, 1, 2)
+        fragments.hear(work)
         assert [fragments.work(index, work).tokens for index in range(2)] == [2 * TOKENS, 6 * TOKENS]
         assert work.carried == 4 * TOKENS
         await fragments.restart(await fragments.changed(state(others), state(others)), others, following=0)
