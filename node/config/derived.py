@@ -20,6 +20,7 @@ from node.tasks.name import LOOP
 from node.tasks.spec import GptValues, LoopValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
 from protocols.allreduce.plan import cost_seconds, least_claim
 from protocols.base import Member, Settings
+from protocols.history.chain import Archive, Chain
 from protocols.vectors.codec import codec
 from protocols.vectors.views import fragment_sizes
 from protocols.wire import MAX_ROSTER
@@ -216,6 +217,13 @@ def protocol_settings(
         overlaps=config.recipe.overlaps,
         schedule=config.schedule,
     )
+
+
+def chain_of(manifest: Manifest, stage: int, first: Member, archive: Archive) -> Chain:
+    """The rounds of a run, or of its stage, which `first` began, as far as the archive has them."""
+    run, root = bytes.fromhex(manifest.run_id), manifest.root_of(stage)
+    fragments = manifest.config.recipe.fragment_count
+    return Chain(run, manifest.scope(stage), (first,), root, archive, fragments=fragments)
 
 
 def _averaged_elements(manifest: Manifest, stage: int) -> tuple[int, ...]:

@@ -448,6 +448,12 @@ class PeerConfig:
         limits = (self.upload_limit_bytes_per_second, self.download_limit_bytes_per_second)
         return min((self.bandwidth_bytes_per_second, *(each for each in limits if each is not None)))
 
+    @property
+    def declares_line(self) -> bool:
+        """Whether its user has said what this machine's line carries, or may carry."""
+        keys = "bandwidth_bytes_per_second", "upload_limit_bytes_per_second", "download_limit_bytes_per_second"
+        return any(self.origins.get(key, "default") != "default" for key in keys)
+
 
 SETTINGS: Mapping[str, Setting] = {
     field.name: field.metadata["setting"] for field in fields(PeerConfig) if "setting" in field.metadata

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from node.config.derived import protocol_settings
+from node.config.derived import chain_of, protocol_settings
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.export.fine_tuned import fine_tuned_layout
@@ -51,7 +51,6 @@ from protocols.base import (
     Transport,
 )
 from protocols.blobs.parts import PartCache
-from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, Snapshots
 from protocols.sync.snapshot_download import StateUnavailable
@@ -196,10 +195,9 @@ class _Download:
         write_atomically(directory / "manifest.bin", run.sealed)
         if seat:
             write_atomically(directory / STAGE, seat_to_bytes(seat))
-        archive, key = CertificateLog(directory / "certificates.bin"), bytes.fromhex(manifest.run_id)
+        archive = CertificateLog(directory / "certificates.bin")
         self.directory, self._run, self._layout = directory, manifest.run_id, run.layouts[stage]
-        root, parts = manifest.root_of(stage), manifest.config.recipe.fragment_count
-        self._chain = Chain(key, manifest.scope(stage), (first,), root, archive, fragments=parts)
+        self._chain = chain_of(manifest, stage, first, archive)
         self._sync = ChainSync(
             host,
             protocol_settings(manifest, PeerConfig(), INCARNATION, stage),

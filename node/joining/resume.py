@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.config.derived import stream_seed
+from node.config.derived import chain_of, stream_seed
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.joining.bootstrap import RunInfo
 from node.joining.stages import seat_of
@@ -177,9 +177,7 @@ def _cut(
         shutil.copyfile(state.certificates, copy)
     archive = CertificateLog(copy, str(state.certificates))
     stage, first = (seat.stage, seat.member) if seat else (0, manifest.founder)
-    root = manifest.root_of(stage)
-    run, parts = bytes.fromhex(manifest.run_id), manifest.config.recipe.fragment_count
-    chain = Chain(run, manifest.scope(stage), (first,), root, archive, fragments=parts)
+    chain = chain_of(manifest, stage, first, archive)
     unused = [each for each in found if not _is_of(chain, each)]
     what = f"none of the checkpoints in {state.path / DIRECTORY} can be used"
     if unused:

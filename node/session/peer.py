@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from node.config.derived import lent_devices, stage_values, stream_seed, unused_gpus, worker_spec
 from node.config.manifest import Manifest, ManifestError, unseal
-from node.config.peer_config import DEFAULT_BANDWIDTH, PeerConfig
+from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
 from node.joining import resume
@@ -220,10 +220,10 @@ class Peer:
 
     async def _with_overlap(self, config: RunConfig) -> RunConfig:
         """The configuration of a new run, with a choice of `recipe.overlap` if this machine's line is declared."""
-        line = self._config.claim_bytes_per_second
-        if line == DEFAULT_BANDWIDTH or set(lent_devices(self._config)) != {"cpu"}:
+        mine = self._config
+        if not mine.declares_line or set(lent_devices(mine)) != {"cpu"}:
             return config
-        choice = partial(choose_overlap, config, line, monotonic_seconds)
+        choice = partial(choose_overlap, config, mine.claim_bytes_per_second, monotonic_seconds)
         config, why = await self._processes.compute.run(choice, 1 << 30)
         if why:
             self._say(why)
