@@ -9,7 +9,8 @@ import torch
 
 from node.outer.state import OuterSGD
 from protocols import wire
-from protocols.base import Member, RoundKey
+from protocols.base import ALL as EVERYTHING
+from protocols.base import Member, RoundKey, Vector
 from protocols.consensus.record import Kind
 from protocols.sync.requests import (
     MAX_LOCATOR,
@@ -166,8 +167,8 @@ async def test_means_leading_to_wrong_state_are_discarded(world: SyncCluster) ->
     left = [1]
 
     class Wrong(OuterSGD):
-        def step(self, anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
-            finite = super().step(anchor, velocity, delta)
+        def step(self, anchor: Vector, velocity: Vector, delta: Vector, part: slice = EVERYTHING) -> bool:
+            finite = super().step(anchor, velocity, delta, part)
             anchor[0] += 1e-6 * bool(left and left.pop())
             return finite
 
