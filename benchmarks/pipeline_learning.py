@@ -1,10 +1,12 @@
 """Learning in a pipeline: real training on real text, with stages and without, at equal tokens.
 
     python -m benchmarks.pipeline_learning [--journal FILE] [--seeds 0:3] [--stages 2 3]
+    python -m benchmarks.pipeline_learning --codecs bf16 int8 --stages 3 --peers 1
 
 `whole`: 4 peers of DiLoCo, each with the whole model. `S stages`: 4 drivers, and 4 replicas of each later stage. Both
 take 40 rounds of 50 inner steps of w64, with the inner rate 3e-3 and the outer step (.9, .5). A driver's step has the
-tokens of a peer's step, as 8 microbatches of one row; so has the peer's. Activations travel as bf16.
+tokens of a peer's step, as 8 microbatches of one row; so has the peer's. Activations travel as bf16. With `--codecs`
+runs with stages are compared that differ in how activations and gradients travel; `--peers` is their number in a stage.
 
 `tests.sim.pipeline_world` provides the peers, the pipeline and the averaging, in virtual time. All runs of a seed start
 from the same weights. The loss is that of the outer parameters of all stages, put together, over held-out text, in nats
@@ -33,11 +35,13 @@ from node.tasks.gpt_stage import GptStage, GptStageTask, block_names
 from node.tasks.partition import BlockCost, Partition, cut
 from node.tasks.recipe import Recipe
 from node.tasks.text import load
-from node.training.stage_learner import ActivationCodec, StageLearner, check_activation
+from node.training.activations import CODECS, ActivationCodec
+from node.training.stage_learner import StageLearner
 from node.training.task_learner import TaskLearner
 from protocols.base import Buffer, Host, LocalProgress, Member, RoundKey, Trainer
+from protocols.pipeline.job import Payload
 from protocols.pipeline.settings import PipelineSettings
-from tests.sim.arguments import Parser, seeds
+from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.pipeline_world import PipelineWorld
 from tests.sim.scenario import Scenario
 from tests.sim.world import RUN, World, play
@@ -48,6 +52,8 @@ EVALUATION_ROUNDS = 5
 JOURNAL = Path("benchmarks/runs/pipeline_learning.jsonl")
 BOUND = 0.03
 """How much more loss a pipeline may have than the whole model."""
+CODEC_BOUND = 0.005
+"""How much more loss a codec may have than another."""
 LAYER_COST, HEAD_COST = 1.0, 0.3
 """What a layer, and norm and head together, cost in the partition: given numbers, so that runs repeat."""
 
@@ -66,10 +72,12 @@ class StagedRun:
     peers: int = PEERS
     rounds: int = ROUNDS
     inner_steps: int = INNER_STEPS
+    codec: str = "bf16"  # of activations and gradients
 
     def name(self) -> str:
         sizes = f"stages={self.stages} peers={self.peers} rounds={self.rounds} H={self.inner_steps}"
-        return f"{PRESET} {sizes} B={BATCHES} {self.seed}"
+        codec = "" if self.codec == "bf16" else f" {self.codec}"
+        return f"{PRESET} {sizes} B={BATCHES}{codec} {self.seed}"
 
     @property
     def preset(self) -> Preset:
@@ -167,14 +175,14 @@ class StagedWorld(_Evaluation, PipelineWorld):
 
     def __init__(self, run: StagedRun, history: History, scenario: Scenario) -> None:
         super().__init__(run, history, scenario)
-        self._codec = ActivationCodec(run.stage_task(0).shape)
+        self._codec = ActivationCodec(run.stage_task(0).shape, run.codec)
         self.microbatch_tokens = self._codec.shape.tokens
 
     def pipeline(self) -> PipelineSettings:
         return PipelineSettings(RUN, self._run.stages, BATCHES, self._codec.sizes)
 
-    def check_activation(self, activation: Buffer) -> None:
-        check_activation(activation, self._codec.name)
+    def check_payload(self, data: Buffer, payload: Payload) -> None:
+        self._codec.check(data, payload)
 
     def stage_compute(self, index: int, me: Member) -> StageLearner:
         number, stage = divmod(index, self._run.stages)
@@ -220,10 +228,10 @@ def print_table(runs: Sequence[StagedRun], journal: RunJournal) -> bool:
     print(f"| seed | whole model |{heads}\n|---|---|" + "---|---|" * len(stages))
     found: dict[int, list[float]] = {count: [] for count in stages}
     for seed in sorted({run.seed for run in runs}):
-        whole = journal.loss(StagedRun(1, seed))
+        whole = journal.loss(StagedRun(1, seed, runs[0].peers))
         row = f"| {seed} | {whole:.4f} |"
         for count in stages:
-            loss = journal.loss(StagedRun(count, seed))
+            loss = journal.loss(StagedRun(count, seed, runs[0].peers))
             found[count].append(loss / whole - 1)
             row += f" {loss:.4f} | {loss / whole - 1:+.2%} |"
         print(row)
@@ -231,20 +239,45 @@ def print_table(runs: Sequence[StagedRun], journal: RunJournal) -> bool:
     return all(fmean(each) <= BOUND for each in found.values())
 
 
+def print_codecs(runs: Sequence[StagedRun], journal: RunJournal) -> bool:
+    """Print a line per seed: the loss with each codec, and its distance from the first. Returns whether it is small."""
+    first, *others = dict.fromkeys(run.codec for run in runs)
+    print(f"| seed | {first} |" + "".join(f" {codec} | difference |" for codec in others))
+    print("|---|---|" + "---|---|" * len(others))
+    found: dict[str, list[float]] = {codec: [] for codec in others}
+    for seed in sorted({run.seed for run in runs}):
+        loss = {run.codec: journal.loss(run) for run in runs if run.seed == seed}
+        row = f"| {seed} | {loss[first]:.4f} |"
+        for codec in others:
+            found[codec].append(loss[codec] / loss[first] - 1)
+            row += f" {loss[codec]:.4f} | {found[codec][-1]:+.2%} |"
+        print(row)
+    print("| mean | |" + "".join(f" | {fmean(each):+.2%} |" for each in found.values()))
+    return all(fmean(each) <= CODEC_BOUND for each in found.values())
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline_learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=seeds, default=range(3))
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=range(2, 7), help="numbers of stages")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, help="compare these, in place of the whole model")
+    parser.add_argument("--peers", type=at_least_one, default=PEERS, help="of each stage (default %(default)s)")
     parser.add_argument("--journal", type=Path, default=JOURNAL, help="where the runs are kept (default %(default)s)")
     options = parser.parse_args(arguments)
-    runs = [StagedRun(stages, seed) for seed in options.seeds for stages in (1, *options.stages)]
+    if options.codecs and len(options.stages) != 1:
+        parser.error("--codecs compares runs of one number of stages: give --stages 3, for instance")
+    numbers, codecs = options.stages if options.codecs else (1, *options.stages), options.codecs or ("bf16",)
+    runs = [
+        StagedRun(stages, seed, options.peers, codec=codec)
+        for seed in options.seeds for stages in numbers for codec in codecs
+    ]  # fmt: skip
     try:
         journal = RunJournal(options.journal)
         perform_all(runs, journal, perform)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0 if print_table(runs, journal) else 1
+    return 0 if (print_codecs if options.codecs else print_table)(runs, journal) else 1
 
 
 if __name__ == "__main__":

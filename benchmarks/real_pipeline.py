@@ -1,7 +1,7 @@
 """Real peers with pipeline stages: memory, traffic on a slow link, and speed beside whole-model DiLoCo.
 
     python -m benchmarks.real_pipeline memory [--width 1024] [--layers 12]
-    python -m benchmarks.real_pipeline link [--megabits 20]
+    python -m benchmarks.real_pipeline link [--megabits 20] [--activations int8]
     python -m benchmarks.real_pipeline speed [--rounds 4]
 
 memory   four stages, one peer each, train a model of about 150 million parameters for a few steps. Shows the tensors of
@@ -30,6 +30,7 @@ import psutil
 
 from node.config.manifest import Manifest, unseal
 from node.runtime.identity import verify
+from protocols.registry import ACTIVATION_CODECS, activation_bytes
 from tests.faults.network import Namespaces
 from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
@@ -133,10 +134,11 @@ def memory(width: int, layers: int) -> dict[str, Any]:
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
 
-def link(megabits: float) -> dict[str, Any]:
+def link(megabits: float, activations: str) -> dict[str, Any]:
     """The driver's bytes per token in one round, beside what the formula says."""
     stages, inner_steps, batches = 3, 50, 8
-    text = f'stages = {stages}\n[gpt]\npreset = "w64"\n[recipe]\nrounds = 1\ninner_steps = {inner_steps}\n'
+    text = f'stages = {stages}\nactivations = "{activations}"\n[gpt]\npreset = "w64"\n'
+    text += f"[recipe]\nrounds = 1\ninner_steps = {inner_steps}\n"
     with tempfile.TemporaryDirectory() as place, Namespaces() as net:
         home = Path(place)
         run = run_file(home, text)
@@ -157,7 +159,8 @@ def link(megabits: float) -> dict[str, Any]:
                 peer.clear()
     gpt = manifest.config.gpt
     assert gpt is not None
-    tokens, activation = gpt.rows * gpt.context, 2 * gpt.rows * gpt.context * gpt.width
+    tokens = gpt.rows * gpt.context
+    activation = activation_bytes(activations, tokens, gpt.width)
     calls = 2 * (stages - 2) + 1
     microbatches, samples = report["microbatches"], 64
     sent = microbatches * (calls * activation + 4 * tokens) + samples * ((stages - 1) * activation + 4 * tokens)
@@ -214,6 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=at_least_one, default=1024)
     parser.add_argument("--layers", type=at_least_one, default=12)
     parser.add_argument("--megabits", type=float, default=20.0)
+    parser.add_argument("--activations", choices=ACTIVATION_CODECS, default="bf16")
     parser.add_argument("--rounds", type=at_least_one, default=4)
     options = parser.parse_args(arguments)
     if options.experiment == "link" and os.geteuid() != 0:
@@ -221,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.experiment == "memory":
         result = memory(options.width, options.layers)
     elif options.experiment == "link":
-        result = link(options.megabits)
+        result = link(options.megabits, options.activations)
     else:
         result = speed(options.rounds)
     print(json.dumps(result))

@@ -25,12 +25,19 @@ INDEPENDENT_PROTOCOLS: Final = {
 CODECS: Final = ("fp32", "fp16", "bf16", "int8", "int4", "e3m0", "topk")
 ROBUST_RULES: Final = ("mean", "centered_clip", "trimmed_mean", "median", "krum", "multi_krum")
 SCHEDULES: Final = ("random", "ring", "exponential", "one-peer-exponential")
-ACTIVATION_CODECS: Final[Mapping[str, int]] = MappingProxyType({"bf16": 2, "fp32": 4})
-"""How activations and their gradients may travel between the stages of a model, and the bytes of an element."""
+ACTIVATION_CODECS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {"bf16": (2, 0), "fp32": (4, 0), "int8": (1, 4)}
+)
+"""How activations and their gradients may travel between stages: bytes of an element, and more for each token."""
 
 CHUNK_ELEMENTS: Final = CHUNK_BYTES // 4
 TOPK_GRAIN: Final = 4096
 """Elements of which codec topk sends the largest; vectors may only be cut at multiples of this number."""
+
+
+def activation_bytes(codec: str, tokens: int, width: int) -> int:
+    of_element, of_token = ACTIVATION_CODECS[codec]
+    return tokens * (width * of_element + of_token)
 
 
 def load_averager(name: str) -> Callable[..., Any]:

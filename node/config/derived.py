@@ -260,7 +260,9 @@ def cap_cost_seconds(manifest: Manifest, mine: PeerConfig, members: int, stage: 
 
 
 def stage_values(config: RunConfig, bounds: tuple[int, ...], elements: int, number: int, me: Member) -> StageValues:
-    return StageValues(number, bounds, config.activation_codec, elements, f"{me.peer}/{me.incarnation}")
+    return StageValues(
+        number, bounds, config.activation_codec, config.gradient_codec, elements, f"{me.peer}/{me.incarnation}"
+    )
 
 
 def machine_rules(mine: PeerConfig) -> MachineRules:

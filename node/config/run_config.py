@@ -41,6 +41,7 @@ from protocols.registry import (
     ROBUST_RULES,
     SCHEDULES,
     TOPK_GRAIN,
+    activation_bytes,
     require_known,
 )
 from protocols.wire import MAX_ROSTER
@@ -139,7 +140,10 @@ class RunConfig:
         1,
     )
     activations: Annotated[str | None, AfterValidator(_known_activations)] = described(
-        "How activations travel between stages: bf16 (the default with stages) or fp32.", None
+        "How activations travel between stages: bf16 (the default with stages), fp32, or int8, half of bf16.", None
+    )
+    gradients: Annotated[str | None, AfterValidator(_known_activations)] = described(
+        "How the gradients of activations travel between stages. Default: as activations.", None
     )
     fork: Literal["allowed", "never"] = described(
         "Whether a minority may go on alone once the majority of the roster is gone for long; butterfly only.",
@@ -197,8 +201,8 @@ class RunConfig:
     def _check_stages(self) -> None:
         stages = self.stages
         if stages == 1:
-            if self.activations is not None:
-                raise ValueError("activations is for runs with stages: give stages, too, or leave it out")
+            if given := [name for name in ("activations", "gradients") if getattr(self, name) is not None]:
+                raise ValueError(f"{given[0]} is for runs with stages: give stages, too, or leave it out")
             return
         if self.protocol != "butterfly":
             raise ValueError(f"stages average by butterfly, not by {self.protocol}")
@@ -210,7 +214,8 @@ class RunConfig:
             raise ValueError(f"with stages, recipe.batches must be at most {MAX_STAGE_BATCHES}, not {batches}")
         if self.gpt is not None:
             self.gpt.require_stages(stages)
-            held = 2 * batches * self.gpt.activation_elements * ACTIVATION_CODECS[self.activation_codec]
+            tokens, codecs = self.gpt.rows * self.gpt.context, (self.activation_codec, self.gradient_codec)
+            held = batches * sum(activation_bytes(codec, tokens, self.gpt.width) for codec in codecs)
             if held > MAX_LEASED_BYTES:
                 what = f"{batches} microbatches would take {held / 2**20:.0f} MiB of each replica's memory"
                 raise ValueError(f"{what}, more than {MAX_LEASED_BYTES >> 20}: take fewer gpt.rows")
@@ -221,6 +226,10 @@ class RunConfig:
     def activation_codec(self) -> str:
         """How activations travel between stages: a key of `ACTIVATION_CODECS`."""
         return self.activations or "bf16"
+
+    @property
+    def gradient_codec(self) -> str:
+        return self.gradients or self.activation_codec
 
     @property
     def fork_peers(self) -> int:

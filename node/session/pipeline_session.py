@@ -19,7 +19,6 @@ from node.tasks.gpt_stage import MAX_HELD_OUT, ActivationShape
 from node.training.process import WorkerError
 from node.training.remote import SAMPLE_PROMPT
 from node.training.remote_stage import RemoteStage
-from node.training.stage_learner import check_activation
 from node.training.stage_replica import LeasedStage
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time, run_with_helper
@@ -89,13 +88,13 @@ class PipelineSession:
         return settled_rounds(self._chain)
 
     def _driving(self, training: StageTraining) -> DrivingTrainer:
-        membership, config = self._membership, self._manifest.config
+        membership, codec = self._membership, self._remote.codec
         driver = self._driver = PipelineDriver(
             self._endpoint,
             self._settings,
             work=self._work,
             directory=membership,
-            check=partial(check_activation, name=config.activation_codec) if config.gpt else lambda activation: None,
+            check=codec.check if codec else lambda data, payload: None,
             watch=self._watch,
         )
         return DrivingTrainer(training, driver, membership.announce_rounds)

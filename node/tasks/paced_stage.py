@@ -18,7 +18,7 @@ from node.tasks.paced import Paced
 from protocols.base import Buffer, Vector
 from protocols.pipeline.job import JobKind, JobResult, StageJob, StageSizes
 
-SIZES = StageSizes(activation_bytes=256, target_bytes=32)
+SIZES = StageSizes(activation_bytes=256, gradient_bytes=256, target_bytes=32)
 LOGIT_BYTES = 4 * 256  # float32 (1, 256), if they are asked for
 _OUTER_SIZES = replace(SIZES, logit_bytes=LOGIT_BYTES)
 _HELD_OUT = 4  # held-out microbatches

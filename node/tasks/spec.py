@@ -56,6 +56,7 @@ class StageValues:
     number: int
     bounds: tuple[int, ...]
     activations: str  # how they travel: a key of `protocols.registry.ACTIVATION_CODECS`
+    gradients: str  # the same of their gradients
     elements: int  # length of the stage's flat vector; the paced task needs it
     replica: str  # name of this peer in its present incarnation
     slots: int = -1  # file descriptor of `node.training.activation_slots`

@@ -18,7 +18,7 @@ from node.training import shared
 from node.training.process import WorkerError, WorkerGone, WorkerProcess
 from node.training.remote import NOTHING, RemoteTrainer
 from node.training.stage_replica import Priority, TurnQueue
-from node.training.stage_worker import ActivationSlots, sizes_of
+from node.training.stage_worker import ActivationSlots, codec_of, sizes_of
 from protocols.aio import loop_time, run_with_helper
 from protocols.base import ALL, BadPayload, Compute, LocalProgress, Vector
 from protocols.pipeline.job import JobResult, LeaseLost, StageJob
@@ -29,7 +29,8 @@ class RemoteStage(RemoteTrainer):
 
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
         assert spec.stage is not None
-        self.sizes = sizes_of(spec)
+        self.codec = codec_of(spec)
+        self.sizes = sizes_of(self.codec)
         self._slots_descriptor = shared.create()
         super().__init__(replace(spec, stage=replace(spec.stage, slots=self._slots_descriptor)), compute, on_given_up)
         self.on_lost: Callable[[], None] = lambda: None
@@ -83,6 +84,8 @@ class RemoteStage(RemoteTrainer):
             raise BadPayload(str(error)) from error
         except WorkerGone:
             raise LeaseLost("the replica's worker died") from None
+        if "lost" in answer:
+            raise LeaseLost(str(answer["lost"]))
         given = self._slots.result(map(self.sizes.of, job.kind.gives)) if answer["given"] else ()
         return JobResult(given, int(answer["number"]), float(answer["loss"]))
 

@@ -1,4 +1,4 @@
-"""A stage of a real model: activations from bytes and back, gradients summed over microbatches, optimiser steps."""
+"""A stage of a real model: its jobs, gradients summed over microbatches, optimiser steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import torch
 
 from node.tasks.base import Step
 from node.tasks.flat import flatten
-from node.tasks.gpt_presets import VOCABULARY
-from node.tasks.gpt_stage import ActivationShape, GptStageTask
+from node.tasks.gpt_stage import GptStageTask
 from node.tasks.recipe import Recipe
+from node.training.activations import ActivationCodec, raw
 from node.training.inner_optimizer import FlatOptimizer
 from node.training.trainer import Learner
 from protocols.base import BadPayload, Buffer, Vector
-from protocols.pipeline.job import JobKind, JobResult, StageJob, StageSizes
-from protocols.registry import ACTIVATION_CODECS
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob
+from protocols.pipeline.messages import MAX_LOSS
 
 
 class StageCompute(Learner, Protocol):
@@ -31,62 +29,14 @@ class StageCompute(Learner, Protocol):
     """
 
     def run(self, job: StageJob, outer: Vector | None = None) -> JobResult:
-        """Compute a job; of an outer kind, with this vector, if given, instead of its own. Raises `BadPayload`."""
+        """Compute a job; of an outer kind, with this vector, if given, instead of its own.
+
+        Raises `BadPayload`, or `LeaseLost` if what it gives is not finite. The next step is left out then, if the job
+        has added to the gradient.
+        """
 
     def discard(self) -> None:
         """Drop the gradients since the last step."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationCodec:
-    """Turns activations (rows, positions, width), float32, into bytes and back, as one of `ACTIVATION_CODECS`."""
-
-    shape: ActivationShape
-    name: str = "bf16"
-
-    @property
-    def sizes(self) -> StageSizes:
-        """Targets are int32, the logits of one position float32 (rows, classes)."""
-        tokens, rows = self.shape.tokens, self.shape.rows
-        activation_bytes = tokens * self.shape.width * ACTIVATION_CODECS[self.name]
-        return StageSizes(activation_bytes, 4 * tokens, 4 * rows * VOCABULARY, tokens)
-
-    def encode(self, activation: torch.Tensor) -> bytes:
-        """The receiver refuses what is not finite."""
-        return _bytes(activation.detach().cpu().to(_DTYPES[self.name]))
-
-    def decode(self, data: Buffer) -> torch.Tensor:
-        if len(data) != (due := self.sizes.activation_bytes):
-            raise BadPayload(f"an activation of {len(data)} bytes where {due} are due")
-        flat = torch.frombuffer(bytearray(data), dtype=_DTYPES[self.name])
-        _require_finite(flat)
-        return flat.float().view(self.shape.rows, self.shape.positions, self.shape.width)
-
-    def encode_targets(self, targets: torch.Tensor) -> bytes:
-        return _bytes(targets.to(torch.int32))
-
-    def decode_targets(self, data: Buffer, classes: int) -> torch.Tensor:
-        """int64 (rows, positions), each in 0..classes-1. Raises `BadPayload`: wrong size, or out of range."""
-        if len(data) != (due := self.sizes.target_bytes):
-            raise BadPayload(f"targets of {len(data)} bytes where {due} are due")
-        targets = torch.frombuffer(bytearray(data), dtype=torch.int32).long()
-        if not bool(((targets >= 0) & (targets < classes)).all()):
-            raise BadPayload("targets that are not in the vocabulary")
-        return targets.view(self.shape.rows, self.shape.positions)
-
-
-def check_activation(data: Buffer, name: str) -> None:
-    """Raise `BadPayload` if what another peer has sent, in this one of `ACTIVATION_CODECS`, is not finite."""
-    _require_finite(torch.frombuffer(data, dtype=_DTYPES[name]))
-
-
-def _require_finite(flat: torch.Tensor) -> None:
-    if not bool(torch.isfinite(flat).all()):
-        raise BadPayload("an activation or gradient that is not finite")
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(slots=True)
@@ -95,6 +45,7 @@ class _Accumulated:
     tokens: int = 0
     loss: float = 0.0
     losses: int = 0
+    is_spoiled: bool = False  # by a microbatch that is in the gradient and not counted
 
     def add(self, tokens: int, loss: float | None) -> None:
         self.count += 1
@@ -164,7 +115,8 @@ class StageLearner:
 
     def _finish(self, job: StageJob) -> JobResult:
         inputs, _ = self._task.batch(self._seed, job.number)  # a batch is a pure function of its number
-        self._task.module(inputs.to(self._device)).backward(self._decoded(job.payloads[0]))
+        gradient = self._decoded(job.payloads[0], Payload.GRADIENT)
+        self._task.module(inputs.to(self._device)).backward(gradient)
         self._accumulated.add(inputs.numel(), job.loss)
         return JobResult()
 
@@ -173,19 +125,27 @@ class StageLearner:
         return self._codec.encode(self._task.module(self._decoded(x)))
 
     def _backward(self, x: Buffer, gradient: Buffer) -> JobResult:
-        taken, given = self._decoded(x).requires_grad_(), self._decoded(gradient)
+        taken, given = self._decoded(x).requires_grad_(), self._decoded(gradient, Payload.GRADIENT)
         self._task.module(taken).backward(given)
-        self._accumulated.add(self._codec.shape.tokens, None)
-        assert taken.grad is not None
-        return JobResult((self._codec.encode(taken.grad),))
+        return self._counted(taken)
 
     def _loss(self, x: Buffer, targets: Buffer) -> JobResult:
         taken, loss = self._last(x, targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        value = float(loss.detach())
-        self._accumulated.add(self._codec.shape.tokens, value)
+        return self._counted(taken, float(loss.detach()))
+
+    def _counted(self, taken: torch.Tensor, loss: float | None = None) -> JobResult:
+        """The gradient of a job's input, once its parameters' gradients have been added."""
         assert taken.grad is not None
-        return JobResult((self._codec.encode(taken.grad),), loss=value)
+        try:
+            gradient = self._codec.encode(taken.grad, Payload.GRADIENT)
+            if not abs(loss or 0.0) <= MAX_LOSS:
+                raise LeaseLost("a loss that is not finite, or too large")
+        except LeaseLost:
+            self._accumulated.is_spoiled = True
+            raise
+        self._accumulated.add(self._codec.shape.tokens, loss)
+        return JobResult((gradient,), loss=loss or 0.0)
 
     def _outer_first(self, tokens: Buffer) -> JobResult:
         shape = self._codec.shape
@@ -198,7 +158,7 @@ class StageLearner:
         if not 1 <= job.number <= self._codec.shape.positions:
             raise BadPayload(f"position {job.number} of {self._codec.shape.positions}")
         logits = self._task.module(self._decoded(job.payloads[0]))[:, job.number - 1]
-        return JobResult((_bytes(logits.float().cpu()),))
+        return JobResult((raw(logits.float().cpu()),))
 
     def _first(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[bytes, bytes]:
         output = self._task.module(inputs.to(self._device))
@@ -210,8 +170,8 @@ class StageLearner:
         output = self._task.module(taken)
         return taken, self._task.loss(output, self._codec.decode_targets(targets, output.shape[-1]).to(self._device))
 
-    def _decoded(self, data: Buffer) -> torch.Tensor:
-        return self._codec.decode(data).to(self._device)
+    def _decoded(self, data: Buffer, payload: Payload = Payload.ACTIVATION) -> torch.Tensor:
+        return self._codec.decode(data, payload).to(self._device)
 
     @contextmanager
     def _using(self, vector: Vector | None) -> Iterator[None]:
@@ -237,9 +197,9 @@ class StageLearner:
         self._accumulated = _Accumulated()
 
     def step(self, round_number: int, step: int) -> Step:
-        """Skipped if the mean gradient is not finite. The loss is nan in a middle stage, which measures none."""
+        """Skipped if a gradient was not finite. The loss is nan in a middle stage, which measures none."""
         done = self._accumulated
-        stepped = self._optimizer.step(round_number, step, max(1, done.count))
+        stepped = not done.is_spoiled and self._optimizer.step(round_number, step, max(1, done.count))
         self.discard()
         if not stepped:
             return Step(math.nan, 0)

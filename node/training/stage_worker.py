@@ -2,7 +2,7 @@
 
     python -m node.training.stage_worker MEMORY SOCKET      # as node.training.worker, whose commands it has, too
 
-    do: a JobKind, number, loss      inputs: its payloads           -> done: JobResult; result: its payloads
+    do: a JobKind, number, loss      inputs: its payloads           -> done: JobResult; result: its payloads; or lost
     do: begin, round                                                -> done: LocalProgress
     do: step, round, seconds                                        -> done: [complete, tokens, LocalProgress or null]
     do: work                                                        -> done: LocalProgress
@@ -29,14 +29,15 @@ from node.tasks.partition import Partition
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from node.tasks.text import load
 from node.training import worker
+from node.training.activations import ActivationCodec
 from node.training.build import Allocate, Job, device_of
 from node.training.shared import Shared
-from node.training.stage_learner import ActivationCodec, StageCompute, StageLearner
+from node.training.stage_learner import StageCompute, StageLearner
 from node.training.stage_replica import StageSeconds
 from node.training.trainer import as_json
 from node.training.worker import CommandRejected, Worker
 from protocols.base import BadPayload, Buffer
-from protocols.pipeline.job import JobKind, StageJob, StageSizes
+from protocols.pipeline.job import JobKind, LeaseLost, StageJob, StageSizes
 
 FORWARD_SHARE = 1 / 3
 """Of the time that a paced stage takes for a microbatch."""
@@ -49,13 +50,11 @@ def codec_of(spec: WorkerSpec) -> ActivationCodec | None:
     if not isinstance(values, GptValues):
         return None
     assert spec.stage
-    return ActivationCodec(
-        ActivationShape(values.rows, values.shape.context, values.shape.width), spec.stage.activations
-    )
+    shape = ActivationShape(values.rows, values.shape.context, values.shape.width)
+    return ActivationCodec(shape, spec.stage.activations, spec.stage.gradients)
 
 
-def sizes_of(spec: WorkerSpec) -> StageSizes:
-    codec = codec_of(spec)
+def sizes_of(codec: ActivationCodec | None) -> StageSizes:
     return codec.sizes if codec else SIZES
 
 
@@ -90,7 +89,7 @@ class ActivationSlots:
     """
 
     def __init__(self, descriptor: int, sizes: StageSizes) -> None:
-        slot = max(sizes.activation_bytes, sizes.target_bytes, sizes.logit_bytes)
+        slot = max(sizes.activation_bytes, sizes.gradient_bytes, sizes.target_bytes, sizes.logit_bytes)
         total = 3 * slot + sizes.target_bytes
         if os.fstat(descriptor).st_size < total:
             os.ftruncate(descriptor, total)
@@ -129,7 +128,7 @@ class StageWorker(Worker):
         self._learner: StageCompute = learner
         self._seconds = StageSeconds(FORWARD_SHARE * job.rest_seconds, (1 - FORWARD_SHARE) * job.rest_seconds)
         super().__init__(job, shared, spec, tell)
-        self._sizes = sizes_of(spec)
+        self._sizes = sizes_of(codec_of(spec))
         self._slots = ActivationSlots(spec.stage.slots, self._sizes)
         self._round = -1
 
@@ -150,6 +149,8 @@ class StageWorker(Worker):
             result = self._learner.run(StageJob(kind, inputs, number, loss), self._anchor)
             self._slots.answer(result.payloads)
             return {"given": len(result.payloads), "number": result.number, "loss": result.loss}
+        except LeaseLost as lost:
+            return {"lost": str(lost)}
         finally:
             if not kind.is_outer:
                 self._shared.stepped()

@@ -85,7 +85,7 @@ class _Call:
 class PipelineDriver:
     """Drives the microbatches of one peer of stage 0, and evaluates through the pipeline.
 
-    `check` raises `BadPayload` if an activation is not finite: else the next stage would blame the driver.
+    `check` raises `BadPayload` if what a replica gave does not decode: else the next stage would blame the driver.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PipelineDriver:
         *,
         work: StageWork,
         directory: StageDirectory,
-        check: Callable[[Buffer], None] = lambda activation: None,
+        check: Callable[[Buffer, Payload], None] = lambda data, payload: None,
         watch: Callable[[PipelineEvent], None] = ignore_event,
     ) -> None:
         self.endpoint, self.settings, self.work, self.check = endpoint, settings, work, check
@@ -338,8 +338,7 @@ class _Lane:
     async def _payload(self, call: _Call, payload: Payload) -> bytearray:
         data = bytearray(self._settings.sizes.of(payload))
         await call.stream.receive_into(memoryview(data))
-        if payload is Payload.ACTIVATION:
-            self._driver.check(data)
+        self._driver.check(data, payload)
         return data
 
 

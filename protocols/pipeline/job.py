@@ -16,7 +16,8 @@ from protocols.pipeline.admission import Lease
 class Payload(Enum):
     """What a job takes or gives, as it travels. Its size follows from the run's settings alone (`StageSizes`)."""
 
-    ACTIVATION = auto()  # or its gradient, in the run's codec
+    ACTIVATION = auto()  # in the run's codec of activations
+    GRADIENT = auto()  # of an activation, in the run's codec of gradients
     TARGETS = auto()
     LOGITS = auto()  # of one position, float32 (rows, classes)
     TOKENS = auto()  # uint8 (rows * positions)
@@ -27,6 +28,7 @@ class StageSizes:
     """Bytes of each payload of a microbatch; 0: the run has none."""
 
     activation_bytes: int
+    gradient_bytes: int
     target_bytes: int
     logit_bytes: int = 0
     tokens: int = 0
@@ -34,6 +36,7 @@ class StageSizes:
     def of(self, payload: Payload) -> int:
         return {
             Payload.ACTIVATION: self.activation_bytes,
+            Payload.GRADIENT: self.gradient_bytes,
             Payload.TARGETS: self.target_bytes,
             Payload.LOGITS: self.logit_bytes,
             Payload.TOKENS: self.tokens,
@@ -54,10 +57,11 @@ class JobKind(Enum):
     """
 
     DRAW = "draw", Place.FIRST, (), (Payload.ACTIVATION, Payload.TARGETS)  # the next batch, with its number
-    FINISH = "finish", Place.FIRST, (Payload.ACTIVATION,), (), True  # takes the batch's number and its loss, too
+    FINISH = "finish", Place.FIRST, (Payload.GRADIENT,), (), True  # takes the batch's number and its loss, too
     FORWARD = "forward", Place.MIDDLE, (Payload.ACTIVATION,), (Payload.ACTIVATION,)
-    BACKWARD = "backward", Place.MIDDLE, (Payload.ACTIVATION,) * 2, (Payload.ACTIVATION,), True  # gives its input's
-    LOSS = "loss", Place.LAST, (Payload.ACTIVATION, Payload.TARGETS), (Payload.ACTIVATION,), True  # and the loss
+    BACKWARD = "backward", Place.MIDDLE, (Payload.ACTIVATION, Payload.GRADIENT), (Payload.GRADIENT,), True
+    """Takes the forward's input, and the gradient of its output; gives that of the input."""
+    LOSS = "loss", Place.LAST, (Payload.ACTIVATION, Payload.TARGETS), (Payload.GRADIENT,), True  # and the loss
 
     OUTER_SAMPLE = "outer_sample", Place.FIRST, (), (Payload.ACTIVATION, Payload.TARGETS)
     """Of held-out microbatch `number`, from 0: the stage's output and the targets; nothing beyond the last."""
@@ -117,10 +121,12 @@ class StageWork(Protocol):
         """Compute a job: with a lease, or of an outer kind without one.
 
         A job that adds to the gradient counts its lease even if its caller is cancelled meanwhile. Raises `BadPayload`
-        if what it was given does not decode or is not finite, and `LeaseLost`, with nothing computed, if the lease is
-        void by then.
+        if what it was given does not decode, and `LeaseLost`, with nothing counted, if the lease is void by then or
+        what was computed is not finite.
         """
 
 
 class LeaseLost(Exception):
-    """The weights have changed since the microbatch's forward, or their worker died: it cannot be counted any more."""
+    """The microbatch cannot be counted any more, and no other peer is to blame: the weights have changed since its
+    forward, their worker died, or what they give is not finite.
+    """

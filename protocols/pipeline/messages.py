@@ -65,7 +65,7 @@ class JobOutput(Header):
 
 @dataclass(frozen=True, slots=True)
 class LeaseVoid(Header):
-    """The microbatch is not counted: the replica's weights have changed since its forward, or its worker died."""
+    """The microbatch is not counted, see `LeaseLost`."""
 
     why: str = text(120)
 

@@ -34,7 +34,7 @@ class PipelineSettings:
     sizes: StageSizes
 
     def __post_init__(self) -> None:
-        if self.stages < 2 or self.batches < 1 or self.sizes.activation_bytes < 1:
+        if self.stages < 2 or self.batches < 1 or min(self.sizes.activation_bytes, self.sizes.gradient_bytes) < 1:
             raise ValueError(f"a pipeline needs at least 2 stages and 1 batch: {self}")
 
     @property

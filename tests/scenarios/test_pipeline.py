@@ -16,7 +16,7 @@ from node.tasks.paced_stage import SIZES
 from node.training.stage_replica import StageSeconds
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.pipeline.driving import _Lane
-from protocols.pipeline.job import JobKind, JobResult, StageJob
+from protocols.pipeline.job import JobKind, JobResult, Payload, StageJob
 from protocols.pipeline.settings import PipelineEvent
 from protocols.streams.endpoint import RoundAccounting
 from tests.sim.pipeline_runner import PipelineRunner
@@ -219,8 +219,8 @@ async def test_replica_whose_numbers_are_not_finite_is_named_and_costs_no_other_
     named: dict[str, str] = {}
     monkeypatch.setattr(RoundAccounting, "name", lambda accounting, peer, why: named.setdefault(peer, why))
 
-    def check(activation: Buffer) -> None:
-        if bytes(activation) == bad:
+    def check(data: Buffer, payload: Payload) -> None:
+        if bytes(data) == bad:
             raise BadPayload("an activation or gradient that is not finite")
 
     await run.rounds(1)

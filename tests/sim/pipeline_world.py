@@ -21,6 +21,7 @@ from protocols.aio import loop_time
 from protocols.base import Buffer, Host, LocalProgress, Member, PeerId, Settings, Trainer, stage_scope
 from protocols.pipeline.admission import StepAdmission
 from protocols.pipeline.driving import PipelineDriver
+from protocols.pipeline.job import Payload
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage
@@ -114,7 +115,7 @@ class PipelineWorld(World):
     def pipeline(self) -> PipelineSettings:
         return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, SIZES)
 
-    def check_activation(self, activation: Buffer) -> None:
+    def check_payload(self, data: Buffer, payload: Payload) -> None:
         """Nothing: the hashes of the paced task are always finite."""
 
     def trained_rounds(self, peer: PeerId) -> int:
@@ -141,7 +142,7 @@ class PipelineWorld(World):
         endpoint = ProtocolEndpoint(host, averaging)
         if stage == 0:
             driver = PipelineDriver(
-                endpoint, settings, work=work, directory=directory, check=self.check_activation, watch=self.watch
+                endpoint, settings, work=work, directory=directory, check=self.check_payload, watch=self.watch
             )
             self.drivers[me.peer] = driver
             self.admissions[me] = driver.admission

@@ -17,7 +17,8 @@ from node.tasks.gpt_stage import GptStage, GptStageTask, block_names
 from node.tasks.partition import BlockCost, cut
 from node.tasks.recipe import Recipe
 from node.tasks.text import Text
-from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.activations import ActivationCodec
+from node.training.stage_learner import StageLearner
 from node.training.stage_replica import LeasedStage, StageSeconds
 from protocols.base import Deadline, Member, PeerId, Settings
 from protocols.pipeline.driving import PipelineDriver

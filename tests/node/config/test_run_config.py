@@ -322,11 +322,25 @@ def test_stages_split_a_presets_step_into_microbatches() -> None:
     whole, cut = run(), run({"stages": 3})
     assert (whole.gpt.rows, whole.recipe.batches) == (8, 1) and (cut.gpt.rows, cut.recipe.batches) == (1, 8)  # type: ignore[union-attr]
     assert replace(cut, stages=1, gpt=whole.gpt, recipe=whole.recipe) == whole
-    assert canonical(run({"stages": 1})) == canonical(whole) and b"activations" not in canonical(cut)
-    assert _parse(canonical(cut)) == cut and cut.activation_codec == "bf16"
-    given = run({"stages": 2, "gpt.rows": 4, "activations": "fp32"})
-    assert (given.gpt.rows, given.recipe.batches, given.activation_codec) == (4, 1, "fp32")  # type: ignore[union-attr]
+    assert canonical(run({"stages": 1})) == canonical(whole)
+    given = run({"stages": 2, "gpt.rows": 4})
+    assert (given.gpt.rows, given.recipe.batches) == (4, 1)  # type: ignore[union-attr]
     assert run({"stages": 2, "recipe.batches": 3}).gpt.rows == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("given", "codecs"),
+    [
+        ({}, ("bf16", "bf16")),
+        ({"activations": "int8"}, ("int8", "int8")),
+        ({"gradients": "fp32"}, ("bf16", "fp32")),
+    ],
+)
+def test_codecs_of_stages_are_in_the_manifest_if_given(given: dict[str, object], codecs: tuple[str, str]) -> None:
+    """A run without them has the id that it had before there were any."""
+    cut = run({"stages": 3} | given)
+    assert (cut.activation_codec, cut.gradient_codec) == codecs and _parse(canonical(cut)) == cut
+    assert [name for name in ("activations", "gradients") if name.encode() in canonical(cut)] == [*given]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +353,8 @@ def test_stages_split_a_presets_step_into_microbatches() -> None:
         ({"stages": 2, "codec": "topk"}, "stages and codec topk do not go together"),
         ({"stages": 2, "recipe.batches": 65}, "recipe.batches must be at most 64, not 65"),
         ({"stages": 2, "gpt.rows": 512, "gpt.width": 256}, "activations of 64 MiB, more than 16: take fewer gpt.rows"),
-        ({"stages": 2, "activations": "int8"}, "must be one of bf16, fp32"),
+        ({"stages": 2, "activations": "int4"}, "must be one of bf16, fp32, int8"),
+        ({"gradients": "fp32"}, "gradients is for runs with stages"),
         ({"activations": "fp32"}, "activations is for runs with stages"),
         ({"stages": 3, "task": "paced", "paced.elements": 2}, "2 elements cannot be cut into 3 stages"),
     ],

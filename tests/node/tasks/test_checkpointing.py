@@ -153,7 +153,7 @@ def test_setting_reaches_each_task(tmp_path: Path, capsys: pytest.CaptureFixture
             steps.append(learner.step(0, 0))
             vectors.append(learner.vector)
         assert steps[0] == steps[1] and torch.equal(*vectors)
-    stage = StageValues(0, (0, 2, 4), "fp32", 0, "")
+    stage = StageValues(0, (0, 2, 4), "fp32", "fp32", 0, "")
     spec = WorkerSpec(gpt, recipe, 3, 9, text, device="cpu", stage=stage)
     gradients = []
     for each in (False, True):

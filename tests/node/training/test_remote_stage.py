@@ -20,8 +20,9 @@ from node.tasks.partition import Partition
 from node.tasks.recipe import Recipe
 from node.tasks.spec import GptValues, StageValues, WorkerSpec
 from node.tasks.text import load
+from node.training.activations import ActivationCodec
 from node.training.remote_stage import RemoteStage
-from node.training.stage_learner import ActivationCodec, StageLearner
+from node.training.stage_learner import StageLearner
 from node.training.stage_replica import MAX_OUTER_JOBS, LeasedStage
 from node.training.stage_trainer import ServingTrainer, StageTraining
 from protocols.base import BadPayload, Member, RoundKey
@@ -39,7 +40,7 @@ DRIVER = Member("driver")
 
 
 def spec(stage: int, text: Path) -> WorkerSpec:
-    values = StageValues(stage, BOUNDS, "fp32", 0, "me/1")
+    values = StageValues(stage, BOUNDS, "fp32", "fp32", 0, "me/1")
     return WorkerSpec(GptValues(SHAPE, ROWS), RECIPE, STREAM, SEED, text, device="cpu", threads=1, stage=values)
 
 
