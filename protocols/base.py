@@ -466,7 +466,7 @@ class Trainer(Protocol):
         """Train from the present parameters until `cut` is set, which is checked after every inner step.
 
         The round before the one that was trained for last is complete: its mean was on its way when that began. The
-        norm of the progress is that of the key's fragment.
+        norm of the progress is that of the key's fragment, and of no use while the anchor is changing.
 
         `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
         round's inner steps are complete, and at each growth by a tenth. Without `surplus`, no step follows the complete

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import torch
@@ -26,33 +26,45 @@ class Overlap:
         self._trainer, self._resets = trainer, trainer.resets
         self._fragments, self._head = fragments, head
         self._handed_in, self._work = handed_in, handed_in
-        self._restarted = False  # from the anchor instead of x, because a worker died
+        self._end: Callable[[], Awaitable[None]] | None = None
 
     @asynccontextmanager
     async def run(self, key: RoundKey, progress: Callable[[LocalProgress], None]) -> AsyncIterator[None]:
-        """Train for the round of `key` until the context ends, and then to the end of the inner step."""
+        """Train for the round of `key` until `step` shifts the parameters or the context ends."""
         arrived = asyncio.Event()
         training = asyncio.create_task(self._trainer.train(key, arrived, progress), name="overlap")
+
+        async def end() -> None:
+            arrived.set()  # rather than to cancel it: a worker is killed if its command is cancelled
+            self._end, self._work = None, await training
+            progress(self._work)
+
+        self._end = end
         try:
             yield
         finally:
-            arrived.set()  # rather than to cancel it: a worker is killed if its command is cancelled
-            self._work = await training
-            progress(self._work)
-            resets, self._resets = self._resets, self._trainer.resets
-            self._restarted = self._resets != resets
+            await self._stop()
+
+    async def _stop(self) -> None:
+        """Train no further than to the end of the inner step."""
+        if self._end:
+            await self._end()
 
     async def step(self, state: OuterState, trained: int, mean: Vector, delta: Vector, keeps: bool) -> bool:
         """Take the outer step along `mean`, and shift the local parameters; whether all outer parameters are finite.
 
         They keep the overlapped work; with `keeps`, also `delta`, what was handed in. Both vectors are overwritten.
+        Training stops only for the shift.
         """
         index, trainer = self._head.key.fragment, self._trainer
-        part, stays = self._fragments.part(index), keeps or self._restarted
+        before, self._resets = self._resets, trainer.resets
+        stays = keeps or before != self._resets  # a worker that died has started again from the anchor instead of x
+        part = self._fragments.part(index)
         anchor, shift, local, cost_bytes = state.anchor[part], delta, mean, 8 * len(delta)
-        before = (lambda: torch.neg(anchor, out=shift)) if stays else (lambda: shift.sub_(anchor))
-        await state.compute.run(before, cost_bytes)  # now, because the outer step changes the anchor in place
+        begin = (lambda: torch.neg(anchor, out=shift)) if stays else (lambda: shift.sub_(anchor))
+        await state.compute.run(begin, cost_bytes)  # now, because the outer step changes the anchor in place
         finite = await state.step(mean, trained, part)
+        await self._stop()
         left = None if stays else self._work.tokens - self._handed_in.tokens
         if left != 0 or self._fragments.count > 1:
             await trainer.read(local, part)

@@ -166,9 +166,9 @@ class ReplicatedOuterLoop(OuterLoop):
                 self._offer_again = lambda: None
                 if mean.outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
                     self._average_seconds = watch.since_lap()
-            watch.lap("average")
-        one_step = offers[:2] == [0, work.tokens]
-        done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step, overlap)
+                watch.lap("average")
+                one_step = offers[:2] == [0, work.tokens]
+                done = await self._step(RoundResult(head, mean, work, watch.seconds), one_step, overlap)
         # a round that ran into its limit must not raise it, nor one in which all members rested
         if mean.outcome is Outcome.COMMITTED and not self._rested:
             self._learn_limit(watch)

@@ -166,7 +166,7 @@ class RemoteTrainer:
             await self._compute.run(copy, 8 * len(source))
 
     def anchor(self) -> Vector:
-        """The anchor itself. Its owner may change it between rounds, and then calls `write`, which copies nothing."""
+        """The anchor itself. Its owner may change it after a cut, and then calls `write`, which copies nothing."""
         return self._shared.anchor
 
     async def evaluate(self) -> float:

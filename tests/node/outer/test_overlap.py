@@ -123,6 +123,24 @@ def test_next_round_counts_the_overlapped_work() -> None:
     assert reports[1].time - reports[0].time == approx(reports[1].seconds_train)
 
 
+def test_training_continues_during_the_outer_step_and_its_hash() -> None:
+    peer = overlapped(committed(**in_steps(8, 3)[0]))
+
+    class SlowCompute:
+        async def run(self, work: Callable[[], Any], cost_bytes: int) -> Any:
+            await asyncio.sleep(STEP_SECONDS)
+            return work()
+
+    async def main() -> RoundReport:
+        await peer.outer_loop.settle()
+        peer.outer_loop.state.compute = SlowCompute()
+        return await peer.outer_loop.run_round()
+
+    report = play(main())
+    assert report.tokens_overlap == 6 * TOKENS, "three until the mean; then a copy, the outer step and the hash"
+    assert torch.equal(peer.trainer.local, peer.outer_loop.anchor - 6 * 0.125) and peer.averaged_tokens == [8 * TOKENS]
+
+
 @pytest.mark.parametrize("attempt", [skipped, lost])
 def test_attempt_without_a_mean_keeps_all_and_is_due_at_once(attempt: Callable[..., Script]) -> None:
     first, second = in_steps(8, 3, 1)
@@ -144,9 +162,11 @@ def test_work_without_weight_stays() -> None:
     assert peer.trainer.local_training.tokens == 11 * TOKENS
 
 
-@pytest.mark.parametrize("steps_after", [0, 2])
-def test_worker_that_dies_meanwhile_loses_only_that_work(steps_after: int) -> None:
-    """It leaves the anchor. What was handed in is counted all the same."""
+@pytest.mark.parametrize(("steps_after", "work"), [(0, 0), (2, 3)])
+def test_worker_that_dies_meanwhile_loses_only_that_work(steps_after: int, work: int) -> None:
+    """It leaves the anchor. What was handed in is counted all the same. The outer step begins half a step before the
+    end: a worker that dies after that starts from the new anchor.
+    """
     peer = overlapped(committed(**in_steps(8, 5)[0]))
     training = peer.trainer.local_training
     die_seconds = 8 * STEP_SECONDS + (5 - steps_after) * STEP_SECONDS - HALF / 2
@@ -160,7 +180,6 @@ def test_worker_that_dies_meanwhile_loses_only_that_work(steps_after: int) -> No
         await peer.rounds()
 
     play(main())
-    work = 1 + steps_after
     assert training.tokens == work * TOKENS
     assert torch.equal(peer.trainer.local, peer.outer_loop.anchor - work * 0.125)
     assert peer.averaged_tokens == [8 * TOKENS] and not torch.equal(peer.outer_loop.anchor, torch.ones(10))
