@@ -30,7 +30,7 @@ from benchmarks.laboratory.runs import (
 )
 from node.tasks.gpt_presets import MANY_ROUNDS, SHORT_ROUND, USUAL_OUTER_STEP
 
-LOST = 0.5
+LOST, LATE_WEIGHTS = 0.5, (0.0, 0.5, 1.0)
 MUON_ROUNDS = 61
 """Of 80 rounds: more is saved than Muon's longer steps take, but those of w128 and w256 on CPUs without AVX-512."""
 FRAGMENTS = 5
@@ -214,3 +214,8 @@ def trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
     yield Row("speeds 4:2:1:1, half of the tokens", _muon(known, "diloco", THREE, speeds=SPEEDS), beside)
     yield Row("2 equal peers, half of the tokens", _muon(known, "diloco", THREE, peers=2), beside)
     yield Row("half of the contributions lost", _muon(known, "diloco", FEW[:1], drop=LOST), beside)
+    for late in LATE_WEIGHTS:
+        words = f"one of 4 contributions lost, which counts with {late:g} in the next round"
+        yield Row(words, _muon(known, "diloco", FEW, drop=0.25, late=late), beside)
+        adamw = known.best("diloco", FEW, drop=0.25, late=late)
+        yield Row(f"AdamW, {words}", adamw, {"AdamW, nothing lost": known.best("diloco", FEW)})

@@ -35,7 +35,7 @@ def text() -> Text:
 class LabMember:
     """A simulated learner: exactly H steps a round, or its share, so that no peer trains more than one alone.
 
-    If its contribution to a round is lost, it trains but reports no tokens: its weight is 0.
+    If its contribution to a round is lost, it trains but reports no tokens: its weight is 0, unless it counts late.
     """
 
     def __init__(self, run: Run, index: int) -> None:
@@ -99,7 +99,11 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
         for index, training in enumerate(trainings):
             train_round(training, number, run.inner_steps - (run.delay if number else 0))
             tokens[index] += trained_tokens(training)
-        counted = weights[number] if weights else due.take_tokens(tokens)
+        counted = list(weights[number]) if weights else due.take_tokens(tokens)
+        late = dict.fromkeys(run.lost(number) if run.late else (), run.late)
+        for index in late:
+            tokens[index] += run.late * (max(counted) + counted[index])
+            counted[index] = 0.0
         if run.variant == "restarts" and number and number % max(1, run.rounds // 4) == 0:
             due.velocity.zero_()
         mean, handed_in = due.mean([training.learner.vector for training in trainings], counted)
@@ -109,12 +113,14 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
             if overlaps:
                 train_round(training, number + 1, run.delay)
                 tokens[index] += trained_tokens(training)
+        theta = due.anchor.clone()
         outer.at(number).step(due.anchor, due.velocity, mean)
         anchor[due.part] = due.anchor
         recent.append(anchor.clone())
         for index, training in enumerate(trainings):
             local = before[index] if before else training.learner.vector
-            local[due.part] = due.anchor + (0 if before else local[due.part] - handed_in[index])
+            kept = late.get(index, 0.0) * (handed_in[index] - theta)
+            local[due.part] = due.anchor + kept + (0 if before else local[due.part] - handed_in[index])
             training.write(local.clone(), anchor, tokens=1)
         if run.is_evaluated(number + 1):
             history.append(((number + 1) * run.inner_steps, _evaluate(trainings[0], recent)))

@@ -42,6 +42,7 @@ class Run:
 
     Attributes:
         drop: share of the contributions that are lost each round.
+        late: weight with which a lost contribution counts in its peer's next one; 0 drops it.
         codec: the encoding of vectors on the wire.
         outer: learning rate and momentum of the outer steps; None for (.9, .5).
         rate: learning rate of the inner steps, as a multiple of `UNIT_RATES`.
@@ -53,7 +54,7 @@ class Run:
             are the first of the next round.
         fragments: of the vector, one of which is averaged in each round, in turn (`recipe.fragments`).
         averaged: the mean of the outer parameters after so many last rounds is evaluated; training is unchanged.
-        variant: as `Variant` says; in memory only, as is averaged.
+        variant: as `Variant` says; in memory only, as are averaged and late.
         evaluation_steps: inner steps between two evaluations, rounded down to whole rounds. Not in the name.
     """
 
@@ -73,6 +74,7 @@ class Run:
     fragments: int = 1
     averaged: int = 1
     variant: Variant = ""
+    late: float = 0.0
     evaluation_steps: int = 200
 
     def name(self) -> str:
@@ -88,6 +90,7 @@ class Run:
             f"fragments={self.fragments}" if self.fragments > 1 else "",
             f"averaged={self.averaged}" if self.averaged > 1 else "",
             self.variant,
+            f"late={self.late:g}" if self.late else "",
         )
         return " ".join((self.preset, sizes, str(self.seed), *filter(None, rest)))
 
