@@ -16,6 +16,7 @@ from node.tasks.gpt_stage import GptStageTask
 from node.tasks.recipe import Recipe
 from node.training.activations import ActivationCodec, raw
 from node.training.inner_optimizer import FlatOptimizer
+from node.training.kept_graphs import KeptGraphs
 from node.training.trainer import Learner
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob
@@ -58,7 +59,7 @@ class _Accumulated:
 class StageLearner:
     """A `StageCompute` on a stage of the built-in model. `seed` is of this peer's stream of data.
 
-    No graph is kept between a forward and its backward: the backward computes the forward again.
+    A backward computes the forward again where its graph was not kept (`KeptGraphs`); the results are the same bits.
     """
 
     def __init__(
@@ -76,7 +77,12 @@ class StageLearner:
         self._task, self._codec, self._seed = task, codec, seed
         self._device = flat.vector.device
         self._optimizer = FlatOptimizer(flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe)
+        self._graphs = KeptGraphs(task.module)
         self._accumulated = _Accumulated()
+
+    def keep_graphs(self, most_bytes: int) -> None:
+        """Keep graphs of so many bytes between forwards and their backwards, instead of the usual number."""
+        self._graphs = KeptGraphs(self._task.module, most_bytes)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -108,25 +114,30 @@ class StageLearner:
             case JobKind.OUTER_LOGITS:
                 return self._outer_logits(job)
 
-    @torch.no_grad()
     def _draw(self) -> JobResult:
         number, self.position = self.position, self.position + 1
-        return JobResult(self._first(*self._task.batch(self._seed, number)), number)
+        inputs, targets = self._task.batch(self._seed, number)
+        output = self._graphs.forward(number, inputs.to(self._device))
+        return JobResult((self._codec.encode(output), self._codec.encode_targets(targets)), number)
 
     def _finish(self, job: StageJob) -> JobResult:
-        inputs, _ = self._task.batch(self._seed, job.number)  # a batch is a pure function of its number
         gradient = self._decoded(job.payloads[0], Payload.GRADIENT)
-        self._task.module(inputs.to(self._device)).backward(gradient)
+        inputs, output = self._graphs.pop(job.number, lambda: self._inputs(job.number))
+        output.backward(gradient)  # type: ignore[no-untyped-call]
         self._accumulated.add(inputs.numel(), job.loss)
         return JobResult()
 
-    @torch.no_grad()
+    def _inputs(self, number: int) -> torch.Tensor:
+        """Those of a batch, which is a pure function of its number."""
+        return self._task.batch(self._seed, number)[0].to(self._device)
+
     def _forward(self, x: Buffer) -> bytes:
-        return self._codec.encode(self._task.module(self._decoded(x)))
+        return self._codec.encode(self._graphs.forward(bytes(x), self._decoded(x).requires_grad_()))
 
     def _backward(self, x: Buffer, gradient: Buffer) -> JobResult:
-        taken, given = self._decoded(x).requires_grad_(), self._decoded(gradient, Payload.GRADIENT)
-        self._task.module(taken).backward(given)
+        given = self._decoded(gradient, Payload.GRADIENT)
+        taken, output = self._graphs.pop(bytes(x), lambda: self._decoded(x).requires_grad_())
+        output.backward(given)  # type: ignore[no-untyped-call]
         return self._counted(taken)
 
     def _loss(self, x: Buffer, targets: Buffer) -> JobResult:
@@ -193,12 +204,14 @@ class StageLearner:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
+        self._graphs.clear()
         self._optimizer.clear()
         self._accumulated = _Accumulated()
 
     def step(self, round_number: int, step: int) -> Step:
         """Skipped if a gradient was not finite. The loss is nan in a middle stage, which measures none."""
         done = self._accumulated
+        self._graphs.clear()
         stepped = not done.is_spoiled and self._optimizer.step(round_number, step, max(1, done.count))
         self.discard()
         if not stepped:

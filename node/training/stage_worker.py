@@ -79,6 +79,8 @@ def build_stage(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         checkpoint_blocks(task.module.model.layers.values())
     place, resume = (allocate, resume) if device == "cpu" else (None, False)
     learner = StageLearner(task, spec.recipe, codec, spec.stream_seed, place, resume)
+    if spec.checkpointing:
+        learner.keep_graphs(0)
     return Job(learner, held_out=text.held_out.numpy().tobytes() if text else b"")
 
 

@@ -50,7 +50,7 @@ class Place(Enum):
 
 
 class JobKind(Enum):
-    """The verbs of a stage. A microbatch's forwards keep nothing: a backward computes the forward again.
+    """The verbs of a stage. A forward need keep nothing: its input comes again with the backward.
 
     Kinds that add to the gradient count the microbatch. Outer kinds compute with the outer parameters, and count
     nothing.

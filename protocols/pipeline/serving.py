@@ -1,7 +1,7 @@
 """A replica of a stage other than 0: it answers drivers. A lease is one turn of the handler's loop on one stream.
 
 There is no table of ids: when the handler ends, for whatever reason, the lease has ended. The replica keeps the
-microbatch's input, as it came, between forward and backward, and computes the forward again.
+microbatch's input, as it came, between forward and backward: the backward gets it again.
 """
 
 from __future__ import annotations

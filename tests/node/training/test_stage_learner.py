@@ -188,3 +188,36 @@ def test_measured_costs_name_every_block() -> None:
     costs = measure(replace(PRESET, shape=GptConfig(2, 32, 2, 16)), lambda: float(next(ticks)))
     assert [cost.name for cost in costs] == ["embedding", "layer 0", "layer 1", "norm and head"]
     assert all(cost.forward_seconds == cost.backward_seconds == 1.0 and cost.parameter_bytes for cost in costs)
+
+
+def test_kept_graphs_give_the_bits_of_recomputation() -> None:
+    """Also where an evaluation comes between a forward and its backward, and where the oldest graphs have gone."""
+    vectors: list[list[torch.Tensor]] = []
+    for most_bytes, left in ((1 << 26, 1), (0, 0), (800_000, 1)):
+        pipeline = Pipeline(3)
+        for stage in pipeline.stages[:2]:
+            stage.keep_graphs(most_bytes)
+        for number in range(2):
+            interleaved(pipeline, 4)
+            assert [len(stage._graphs._kept) for stage in pipeline.stages[:2]] == [left, left]
+            for stage in pipeline.stages:
+                stage.step(0, number)
+            assert not any(stage._graphs._kept for stage in pipeline.stages), "a step changes the weights"
+        vectors.append([stage.vector for stage in pipeline.stages])
+    assert all(torch.equal(*pair) for others in vectors[1:] for pair in zip(vectors[0], others, strict=True))
+
+
+def interleaved(pipeline: Pipeline, count: int) -> None:
+    """All forwards of some microbatches and one more, an evaluation, then their backwards in the same order."""
+    first, middle, last = pipeline.stages
+    begun = []
+    for _ in range(count + 1):
+        drawn = first.run(StageJob(JobKind.DRAW))
+        x, targets = drawn.payloads
+        (y,) = middle.run(StageJob(JobKind.FORWARD, (x,))).payloads
+        begun.append((drawn.number, x, last.run(StageJob(JobKind.LOSS, (y, targets)))))
+    first.run(StageJob(JobKind.OUTER_SAMPLE), torch.zeros_like(first.vector))
+    middle.run(StageJob(JobKind.OUTER_FORWARD, (begun[0][1],)), torch.zeros_like(middle.vector))
+    for number, x, done in begun[:count]:
+        gradient = middle.run(StageJob(JobKind.BACKWARD, (x, *done.payloads))).payloads
+        first.run(StageJob(JobKind.FINISH, gradient, number, done.loss))
