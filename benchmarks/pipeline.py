@@ -3,11 +3,14 @@
     python -m benchmarks.pipeline throughput [--seeds 0:3] [--json FILE]
     python -m benchmarks.pipeline churn [--seeds 0:3]
     python -m benchmarks.pipeline microbatches [--seeds 0:2]
+    python -m benchmarks.pipeline silence [--seeds 0:6]
 
 throughput  microbatches/s between two rounds, as a share of the capacity of all replicas of the slowest stage.
             `equal`: all replicas are equally fast. `1:4`: the four replicas of each stage have speeds 1, 2, 3 and 4
 microbatches  the same for other numbers of stages and microbatches: two equal replicas in each stage, .5 s a microbatch
 churn       the same over many rounds. 5 % of the replicas restart each minute; each is away for half a minute
+silence     one of two or three equal replicas of the middle stage falls silent, each seed at another moment of a round
+            of 8 steps: the rate after it, as a share of the rate in the minute before
 
 `tests.sim` provides the peers, the protocol, and in `churn` the averaging, in virtual time. Links take 50 ms; a replica
 of speed 1 takes .4, 1 or 2 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with
@@ -18,7 +21,9 @@ the last checkpoint. Columns average at no cost.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -29,6 +34,7 @@ from statistics import fmean
 from tests.sim import loop as simloop
 from tests.sim.arguments import Parser, seeds
 from tests.sim.faults import Crash, Faults
+from tests.sim.host import EPOCH
 from tests.sim.pipeline_world import FORWARD_SHARE, PipelineWorld
 from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
@@ -45,6 +51,10 @@ CHURN_A_MINUTE, AWAY_SECONDS = 0.05, 30.0
 CHURN_STEPS = 20
 """Inner steps of a round under churn, about a minute."""
 CHURN_SECONDS = 1800.0
+SILENT_STEPS, SILENT_AFTER_SECONDS = 8, 80.0
+"""Inner steps of a round, of about 50 s; a replica falls silent then, or up to a round later."""
+SILENT_REPLICAS = (2, 3)
+SILENT_WINDOWS = (0.0, 6.0, 10.0, 15.0, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +88,10 @@ class MeasuredWorld(PipelineWorld):
     def goes_on(self, peer: str) -> bool:
         return True
 
-    def done_since(self, seconds: float) -> int:
-        """Microbatches that stage 0 has counted since that time."""
-        return sum(event.kind == "counted" and event.stage == 0 and time >= seconds for time, event in self.events)
+    def rate(self, since: float, until: float = math.inf) -> float:
+        """Microbatches/s that stage 0 counts in that time."""
+        done = (time for time, event in self.events if event.kind == "counted" and event.stage == 0)
+        return sum(since <= time < until for time in done) / (min(until, self._seconds) - since)
 
 
 def shuffled(speeds: Sequence[float], microbatch_seconds: float, seed: int) -> list[list[float]]:
@@ -97,11 +108,11 @@ def swarm(
     faults: Faults,
     seconds: float,
     batches: int = BATCHES,
-) -> float:
-    """Microbatches/s after the first `WARM_SECONDS`.
+) -> MeasuredWorld:
+    """A world that has run for so long.
 
     Args:
-        rates: of the replicas of each stage.
+        rates: microbatches/s of the replicas of each stage.
         batches: B.
     """
     stages = len(rates)
@@ -125,7 +136,7 @@ def swarm(
     simloop.run(world.run())
     if world.network.bugs:
         raise world.network.bugs[0]
-    return world.done_since(WARM_SECONDS) / (seconds - WARM_SECONDS)
+    return world
 
 
 def gpipe_seconds(rates: Sequence[float]) -> float:
@@ -176,8 +187,10 @@ def throughput(seed: int) -> list[Throughput]:
         measured = MEASURED_SECONDS * max(1.0, each)
         for what, speeds in SPEEDS.items():
             rates = shuffled(speeds, each, seed)
-            rate = swarm(rates, seed, 1_000_000, Faults(), WARM_SECONDS + measured) / sum(rates[0])
-            found.append(Throughput(f"{what}, {each:g} s", seed, rate, columns(rates) / sum(rates[0])))
+            world = swarm(rates, seed, 1_000_000, Faults(), WARM_SECONDS + measured)
+            capacity = sum(rates[0])
+            rate = world.rate(WARM_SECONDS) / capacity
+            found.append(Throughput(f"{what}, {each:g} s", seed, rate, columns(rates) / capacity))
     return found
 
 
@@ -195,7 +208,7 @@ def churn(seed: int) -> list[Throughput]:
             free[index] = at + AWAY_SECONDS + 1.0
     rates = shuffled(SPEEDS["equal"], CHURN_MICROBATCH_SECONDS, seed)
     faults = Faults().also(*(Crash(f"p{index}", at, AWAY_SECONDS) for index, at in kept))
-    rate = swarm(rates, seed, CHURN_STEPS, faults, CHURN_SECONDS) / sum(rates[0])
+    rate = swarm(rates, seed, CHURN_STEPS, faults, CHURN_SECONDS).rate(WARM_SECONDS) / sum(rates[0])
     fixed = columns(rates, sorted(kept, key=lambda each: each[1]), CHURN_SECONDS) / sum(rates[0])
     return [Throughput("churn", seed, rate, fixed)]
 
@@ -209,20 +222,55 @@ def microbatches(numbers: Sequence[int]) -> None:
         cells = []
         for batches in BATCH_NUMBERS:
             seconds = WARM_SECONDS + MEASURED_SECONDS
-            found = [swarm(rates, seed, 1_000_000, Faults(), seconds, batches) / sum(rates[0]) for seed in numbers]
-            cells.append(f"{fmean(found):.2f}")
+            worlds = (swarm(rates, seed, 1_000_000, Faults(), seconds, batches) for seed in numbers)
+            cells.append(f"{fmean(world.rate(WARM_SECONDS) for world in worlds) / sum(rates[0]):.2f}")
         print(f"| {stages} | {' | '.join(cells)} |", flush=True)
+
+
+def silent_rates(replicas: int, seed: int, at_cut: bool) -> list[float]:
+    """The share of the rate that is left in each of `SILENT_WINDOWS`, and last from 6 to 20 s.
+
+    The replica falls silent at any moment of a round; or in the last five seconds, so that its stage may not know yet
+    that it is gone when the round is called.
+    """
+    rng = random.Random(f"silence/{seed}")
+    rates = [[1.0 / CHURN_MICROBATCH_SECONDS] * replicas] * STAGES
+    round_seconds = SILENT_STEPS * BATCHES / rates[0][0]
+    at = SILENT_AFTER_SECONDS + rng.random() * round_seconds
+    if at_cut:
+        whole = swarm(rates, seed, SILENT_STEPS, Faults(), SILENT_AFTER_SECONDS + 2 * round_seconds)
+        ends = (report["time"] - EPOCH for report in whole.histories["p1"])
+        at = next(end for end in ends if end > SILENT_AFTER_SECONDS) - rng.random() * 5.0
+    peers = [f"p{index}" for index in range(STAGES * replicas)]
+    faults = Faults().silence(["p1"], peers, at)
+    world = swarm(rates, seed, SILENT_STEPS, faults, at + SILENT_WINDOWS[-1])
+    windows = (*itertools.pairwise(SILENT_WINDOWS), (SILENT_WINDOWS[1], SILENT_WINDOWS[-1]))
+    return [world.rate(at + since, at + until) / world.rate(at - 60.0, at) for since, until in windows]
+
+
+def silence(numbers: Sequence[int]) -> None:
+    """Print what is left of the rate when one replica falls silent."""
+    names = [f"{since:g}-{until:g} s" for since, until in itertools.pairwise(SILENT_WINDOWS)]
+    print("| replicas, moment | seed | " + " | ".join(names) + " | 6-20 s |")
+    print("|---" * (3 + len(names)) + "|")
+    for replicas, at_cut in itertools.product(SILENT_REPLICAS, (False, True)):
+        what, found = f"{replicas}, {'before a cut' if at_cut else 'any'}", []
+        for seed in numbers:
+            found.append(silent_rates(replicas, seed, at_cut))
+            print(f"| {what} | {seed} | " + " | ".join(f"{each:.2f}" for each in found[-1]) + " |", flush=True)
+        means = [fmean(column) for column in zip(*found, strict=True)]
+        print(f"| {what} | mean | " + " | ".join(f"{each:.2f}" for each in means) + " |", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline", description="Pipelines of unequal, unreliable peers.")
-    parser.add_argument("experiment", choices=("throughput", "churn", "microbatches"))
+    parser.add_argument("experiment", choices=("throughput", "churn", "microbatches", "silence"))
     parser.add_argument("--seeds", type=seeds, default=range(3))
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
     prepare()
-    if options.experiment == "microbatches":
-        microbatches(options.seeds)
+    if options.experiment in ("microbatches", "silence"):
+        (microbatches if options.experiment == "microbatches" else silence)(options.seeds)
         return 0
     play = throughput if options.experiment == "throughput" else churn
     found = []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
 
 import torch
 
 from node.outer.fragments import Fragments
 from node.outer.state import OuterState
-from protocols.base import Head, LocalProgress, RoundKey, Trainer, Vector
+from protocols.base import Head, LocalProgress, Trainer, Vector
+
+Meanwhile: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, LocalProgress | None]]
+"""Trains until the event is set; returns the progress, or None if it took no step."""
 
 
 class Overlap:
@@ -29,15 +33,17 @@ class Overlap:
         self._end: Callable[[], Awaitable[None]] | None = None
 
     @asynccontextmanager
-    async def run(self, key: RoundKey, progress: Callable[[LocalProgress], None]) -> AsyncIterator[None]:
-        """Train for the round of `key` until `step` shifts the parameters or the context ends."""
+    async def run(self, train: Meanwhile, progress: Callable[[LocalProgress], None]) -> AsyncIterator[None]:
+        """Train until `step` shifts the parameters or the context ends."""
         arrived = asyncio.Event()
-        training = asyncio.create_task(self._trainer.train(key, arrived, progress), name="overlap")
+        training = asyncio.create_task(train(arrived), name="overlap")
 
         async def end() -> None:
             arrived.set()  # rather than to cancel it: a worker is killed if its command is cancelled
-            self._end, self._work = None, await training
-            progress(self._work)
+            self._end = None
+            if work := await training:
+                self._work = work
+                progress(work)
 
         self._end = end
         try:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from node.outer.activity import Activity
 from node.outer.catch_up import CatchUp, CatchUpResult
 from node.outer.error_feedback import ErrorFeedback
 from node.outer.fragments import Fragments
 from node.outer.outer_loop import CATCH_UP_SECONDS, PAUSE_SECONDS, OuterLoop, RoundResult, diverged
-from node.outer.overlap import Overlap
+from node.outer.overlap import Meanwhile, Overlap
 from node.outer.state import OuterState, pseudo_gradient
 from node.reporting.report import LapTimer, RoundReport
 from node.storage.checkpoint_manager import CheckpointManager
@@ -58,8 +59,11 @@ class ReplicatedOuterLoop(OuterLoop):
         snapshots: Snapshots | None = None,
         checkpoints: CheckpointManager | None = None,
         overlaps: bool = False,
+        alone: Meanwhile | None = None,
     ) -> None:
-        """With `overlaps`, training continues while a round averages (`node.outer.overlap`)."""
+        """With `overlaps`, training continues while a round averages (`node.outer.overlap`). Without, `alone` trains
+        meanwhile if the decision may take long, because the roster's majority is gone.
+        """
         me = averager.me
         super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
         self.chain, self.averager, self.feedback = chain, averager, feedback
@@ -68,6 +72,7 @@ class ReplicatedOuterLoop(OuterLoop):
         self._delta, self._mean = state.anchor.new_empty(size), state.anchor.new_empty(size)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
         self._overlaps, self._average_seconds = overlaps, 0.0  # of the last decided round
+        self._alone = alone
         self._since: float | None = None  # when the overlapped work began that the next round starts from
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
@@ -182,19 +187,24 @@ class ReplicatedOuterLoop(OuterLoop):
         """
         head, trained = self.chain.head, self._trained
         overlap = Overlap(self.trainer, self.fragments, head, work)
+        train, progress = self._alone, partial(self._show_progress, "averaging")
+        if self._overlaps and self._average_seconds >= work.step_seconds:
+            following = replace(head.key, round=self.chain.trained + 1, fragment=head.next_fragment)
+            train = lambda arrived: self.trainer.train(following, arrived, progress)  # noqa: E731
         ends = self.leaving or self.last_round or self.me not in head.roster
-        if not self._overlaps or ends or len(head.roster) == 1 or self._average_seconds < work.step_seconds:
+        if not train or ends or len(head.roster) == 1:
             yield overlap
             return
         cut, tokens, seconds = asyncio.get_running_loop().time(), trained.tokens, trained.seconds
-        following = replace(head.key, round=self.chain.trained + 1, fragment=head.next_fragment)
-        self.is_overlapped = True
+        self.is_overlapped = train is not self._alone
         try:
-            async with overlap.run(following, lambda work: self._show_progress("averaging", work)):
+            async with overlap.run(train, progress):
                 yield overlap
         finally:
             self.is_overlapped = False
-        self._since, watch.seconds["overlap"] = cut, trained.seconds - seconds
+        if train is not self._alone:
+            self._since = cut
+        watch.seconds["overlap"] = trained.seconds - seconds
         self._overlap_tokens = trained.tokens - tokens
 
     async def _step(self, done: RoundResult, one_step: bool, overlap: Overlap) -> RoundResult:

@@ -49,6 +49,7 @@ from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER
 
 if TYPE_CHECKING:
+    from node.session.pipeline_session import PipelineSession
     from node.training.remote_stage import RemoteStage
 
 OuterLoopAndSync: TypeAlias = tuple[ReplicatedOuterLoop, ChainSync] | tuple[IndependentOuterLoop, IndependentStateSync]
@@ -123,7 +124,7 @@ async def open_session(
             host=host,
             membership=membership,
             worker=worker,
-            trainer=pipeline.trainer if pipeline else worker,
+            pipeline=pipeline,
             checkpoints=checkpoints,
             scratch=scratch,
             not_sent=not_sent,
@@ -248,7 +249,7 @@ def _outer_loop(
     host: Host,
     membership: Membership,
     worker: RemoteTrainer,
-    trainer: Trainer,
+    pipeline: PipelineSession | None,
     checkpoints: CheckpointManager,
     scratch: ScratchSpace,
     not_sent: ErrorFeedback | None,
@@ -257,6 +258,7 @@ def _outer_loop(
     run, state, snapshots = manifest.config, peer.state, checkpoints.snapshots
     settings = protocol_settings(manifest, peer.config, state.incarnation, stage, peer.limits.claim)
     anchor, rule = worker.anchor(), _outer_rule(run, worker.layout)
+    trainer: Trainer = pipeline.trainer if pipeline else worker
     if isinstance(history, LocalHistory):
         averager = load_averager(run.protocol)(host, settings)
         independent = IndependentOuterLoop(
@@ -304,6 +306,7 @@ def _outer_loop(
         feedback=not_sent,
         checkpoints=checkpoints,
         overlaps=settings.overlaps,
+        alone=pipeline.trainer.train_alone if pipeline else None,
     )
     return replicated, sync
 

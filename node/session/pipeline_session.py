@@ -28,7 +28,7 @@ from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.job import LeaseLost
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import MAX_REQUESTS, PipelineEvent, PipelineSettings
-from protocols.pipeline.stages import StageClock, StageMembers, by_stage
+from protocols.pipeline.stages import StageClock, StageMembers, by_stage, lacks_majority
 from protocols.streams.endpoint import ProtocolEndpoint
 
 LAST_DRIVER_SECONDS = 60.0  # A stage whose own rounds are over leaves if stage 0 has no live peer for this time
@@ -76,13 +76,18 @@ class PipelineSession:
         self._endpoint = ProtocolEndpoint(host, settings)
         self._driver: PipelineDriver | None = None
         usual_seconds = lambda: self._work.usual_seconds  # noqa: E731
-        training = StageTraining(me, stage, remote, self._is_member, self._watch, usual_seconds)
+        training = StageTraining(
+            me, stage, remote, self._is_member, self._lacks_majority, self._watch, job_seconds=usual_seconds
+        )
         self.trainer = self._driving(training) if stage == 0 else self._serving(training)
         remote.on_lost, remote.on_restored = self.trainer.lose, self.trainer.resume
 
     def _is_member(self) -> bool:
         """Whether what this peer trains counts."""
         return self._me in self._chain.head.roster and not self._chain.lacks_state
+
+    def _lacks_majority(self) -> bool:
+        return lacks_majority(self._chain.head.roster, self._live())
 
     def _trained(self) -> int:
         return settled_rounds(self._chain)

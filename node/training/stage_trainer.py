@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from node.training.stage_replica import StageReplica
@@ -29,6 +30,7 @@ class StageTraining:
     stage: int
     replica: StageReplica
     is_member: Callable[[], bool]  # in the head's roster, with the head's state: what this peer trains counts
+    lacks_majority: Callable[[], bool] = lambda: False  # at most half of the head's roster is live
     watch: Callable[[PipelineEvent], None] = ignore_event  # each step, each write that drops what was counted
     job_seconds: Callable[[], float] = lambda: 0.0  # to compute one microbatch; 0 if it is not known
 
@@ -42,6 +44,7 @@ class _StageTrainer:
         self._replica = training.replica
         self._is_training, self.resets = False, 0
         self._gate = RestGate()
+        self._key: RoundKey | None = None  # of the round that it trains for, or trained for last
 
     def rest(self, resting: bool) -> None:
         self._gate.rest(resting)
@@ -67,13 +70,52 @@ class _StageTrainer:
         self._change_epoch("voided")
 
     def lose(self) -> None:
-        """The replica cannot compute any more, and has lost its gradients. No microbatch is admitted until `resume`."""
+        """The replica cannot compute any more, and has lost its gradients and its steps since the anchor. No microbatch
+        is admitted until `resume`.
+        """
+        self.resets += 1
         self._admission.close()
         self.void()
 
     def resume(self) -> None:
         if self._is_training and not self._gate.resting:
             self._admission.open()
+
+    async def train_alone(self, decided: asyncio.Event) -> LocalProgress | None:
+        """Train whenever the stage lacks a majority, until its round is decided; the work, or None if there was none.
+
+        The round may not be decided before a fork, for which this peer waits. Other stages need this one meanwhile.
+        Nothing is offered or announced.
+        """
+        has_trained = False
+        while not decided.is_set():
+            if self._may_train_alone():
+                has_trained = True
+                await self._train_alone(decided)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await decided.wait()
+        return await self._replica.work() if has_trained else None
+
+    def _may_train_alone(self) -> bool:
+        return not self._gate.resting and self._training.is_member() and self._training.lacks_majority()
+
+    async def _train_alone(self, decided: asyncio.Event) -> None:
+        assert self._key
+        async with self._admitting():
+            while not decided.is_set() and self._may_train_alone():
+                if self._admission.is_full:
+                    await self._replica.step(self._key.round, self._stepped)
+                else:
+                    await self._wait(decided)
+
+    @asynccontextmanager
+    async def _admitting(self) -> AsyncIterator[None]:
+        self._open()
+        try:
+            yield
+        finally:
+            self._close()
 
     def _open(self) -> None:
         self._is_training = True
@@ -135,7 +177,7 @@ class ServingTrainer(_StageTrainer):
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
         """Serve until `cut` is set, whatever `surplus` says: other stages need this one."""
-        admission = self._admission
+        self._key, admission = key, self._admission
         work = await self._replica.begin(key.round, cut)
         complete = self._is_complete(key)
 
@@ -173,7 +215,6 @@ class DrivingTrainer(_StageTrainer):
     def __init__(self, training: StageTraining, driver: PipelineDriver, announce: Callable[[int], None]) -> None:
         super().__init__(training, driver.admission)
         self._driver, self._announce = driver, announce
-        self._key: RoundKey | None = None
         self._has_rested = False
 
     def rest(self, resting: bool) -> None:
@@ -189,17 +230,21 @@ class DrivingTrainer(_StageTrainer):
         work = await self._replica.begin(key.round, cut)
         progress(self._offer(work))
         if self._training.is_member() and not cut.is_set():
-            async with task_group() as group:
-                driving = group.create_task(self._driver.run())
+            async with self._admitting():
                 await self._steps(key, cut, progress, surplus, work.complete)
-                self._close()
-                driving.cancel()
         await cut.wait()
         # A slow driver, too: the other stages' averaging can begin before stage 0 has decided its round. A round of
         # others, or one in which this peer rested, may have been called only to change the roster, without training.
         if self._training.is_member() and not self._has_rested:
             self._announce(key.round + 1)
         return self._offer(await self._replica.work())
+
+    @asynccontextmanager
+    async def _admitting(self) -> AsyncIterator[None]:
+        async with task_group() as group, super()._admitting():
+            driving = group.create_task(self._driver.run())
+            yield
+            driving.cancel()
 
     async def _steps(
         self,
@@ -210,7 +255,6 @@ class DrivingTrainer(_StageTrainer):
         complete: bool,
     ) -> None:
         admission = self._admission
-        self._open()
         while not cut.is_set() and (surplus or not complete):
             if self._gate.resting:
                 await self._rest(cut, progress)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from statistics import fmean
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper, task_group
 from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream, stage_scope
@@ -50,6 +50,8 @@ from protocols.pipeline.settings import (
 from protocols.pipeline.stages import StageDirectory, by_stage
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
+
+T = TypeVar("T")
 
 ANSWER_SECONDS = 5.0  # Time to open a stream; and beyond a replica's own limit, for its answer to travel.
 LOOK_SECONDS = 1.0  # how often a driver that cannot call any replica looks again
@@ -184,6 +186,11 @@ class PipelineDriver:
             await members.changed(version, retry_at)
         raise Abandoned(f"no replica of stage {stage}")
 
+    def tell(self, kind: str, lease: Lease | None, stage: int, replica: Member) -> None:
+        """Of what this driver does with a replica of another stage."""
+        if lease:
+            self.watch(PipelineEvent(kind, lease.driver, lease.number, stage, replica, lease.epoch))
+
     def report(self, kind: str, lease: Lease, why: str = "") -> None:
         self.watch(PipelineEvent(kind, lease.driver, lease.number, 0, self.endpoint.me, lease.epoch, why))
 
@@ -229,7 +236,7 @@ class _Lane:
             _, last = await self._call(self._settings.last, StageJob(JobKind.LOSS, (x, targets)), lease, deadline)
             (gradient,) = last.payloads
             while held:
-                gradient = await self._backward(held[-1], gradient, deadline)
+                gradient = await self._backward(held[-1], gradient, lease, deadline)
                 held.pop()
             await self._work.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, last.loss), lease)
         except (Abandoned, LeaseLost, BadPayload) as error:
@@ -262,7 +269,7 @@ class _Lane:
         for _ in range(MAX_FAILURES):
             call, began = await self._granted(stage, lease, deadline)
             try:
-                result = await (self._exchange(call, job, deadline) if lease else self._watched(call, job))
+                result = await self._exchange(call, job, lease, deadline)
             except NotCounted:
                 if not lease:
                     router.failed(call.member.peer, loop_time(), loop_time() - began)
@@ -281,10 +288,10 @@ class _Lane:
         failures, router = 0, self._router(stage, lease)
         while failures < MAX_FAILURES:
             member, began = await self._driver.route(stage, router, deadline), loop_time()
-            if lease:
-                self._driver.watch(PipelineEvent("asked", lease.driver, lease.number, stage, member, lease.epoch))
+            self._driver.tell("asked", lease, stage, member)
             try:
-                call = await self._streams.request(stage, member, lease.number if lease else 0, self._trained)
+                request = self._streams.request(stage, member, lease.number if lease else 0, self._trained)
+                call = await self._while_live(stage, member, lease, request)
             except StageIsBusy as busy:
                 router.busy(member.peer, loop_time(), busy.retry_seconds)
             except (PeerError, BadPayload):
@@ -298,10 +305,10 @@ class _Lane:
     def _router(self, stage: int, lease: Lease | None) -> ReplicaRouter:
         return (self._driver.routers if lease else self._driver.outer_routers)[stage]
 
-    async def _backward(self, call: _Call, gradient: Buffer, deadline: Deadline) -> Buffer:
+    async def _backward(self, call: _Call, gradient: Buffer, lease: Lease, deadline: Deadline) -> Buffer:
         """The gradient of the stage's input. Raises `Abandoned` if it failed, or the replica's weights have changed."""
         try:
-            result = await self._exchange(call, StageJob(JobKind.BACKWARD, (gradient,)), deadline)
+            result = await self._exchange(call, StageJob(JobKind.BACKWARD, (gradient,)), lease, deadline)
         except NotCounted as error:
             raise Abandoned(str(error)) from error
         except (PeerError, BadPayload) as error:
@@ -310,17 +317,23 @@ class _Lane:
             raise Abandoned(f"its backward failed: {error}") from error
         return result.payloads[0]
 
-    async def _exchange(self, call: _Call, job: StageJob, deadline: Deadline) -> JobResult:
-        usual = self._driver.routers[call.stage].usual_seconds(call.member.peer)
-        seconds = min(max(CALL_FLOOR_SECONDS, CALL_MULTIPLE * usual), CALL_LIMIT_SECONDS, deadline - loop_time())
+    async def _exchange(self, call: _Call, job: StageJob, lease: Lease | None, deadline: Deadline) -> JobResult:
+        seconds = CALL_LIMIT_SECONDS  # without a lease there is time until the replica is gone
+        if lease:
+            usual = self._driver.routers[call.stage].usual_seconds(call.member.peer)
+            seconds = min(max(CALL_FLOOR_SECONDS, CALL_MULTIPLE * usual), seconds, deadline - loop_time())
         async with peer_timeout(seconds, call.member.peer, "computing a microbatch"):
-            return await self._send_and_receive(call, job)
+            return await self._while_live(call.stage, call.member, lease, self._send_and_receive(call, job))
 
-    async def _watched(self, call: _Call, job: StageJob) -> JobResult:
-        """Without a lease there is time until the replica is gone."""
-        watch = raise_when_gone(self._driver.endpoint.host.members, call.member, loop_time() + CALL_LIMIT_SECONDS)
-        async with peer_timeout(CALL_LIMIT_SECONDS, call.member.peer, "computing with its outer parameters"):
-            return await run_with_helper(self._send_and_receive(call, job), watch)
+    async def _while_live(self, stage: int, member: Member, lease: Lease | None, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for a replica's answer, no longer than it is live."""
+        driver = self._driver
+        watch = raise_when_gone(driver.endpoint.host.members, member, loop_time() + CALL_LIMIT_SECONDS)
+        driver.tell("waiting", lease, stage, member)
+        try:
+            return await run_with_helper(call, watch)
+        finally:
+            driver.tell("answered", lease, stage, member)
 
     async def _send_and_receive(self, call: _Call, job: StageJob) -> JobResult:
         for sent in job.payloads:

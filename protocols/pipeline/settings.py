@@ -51,15 +51,16 @@ class PipelineEvent:
     """Something that became of a microbatch, for checkers and logs.
 
     At a replica: `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`, `voided` (what
-    was counted in this epoch is dropped). At a driver, too: `asked` (a replica, for a place), `done`, `abandoned`.
+    was counted in this epoch is dropped). At a driver, too: `asked` (a replica, for a place), `waiting` (for its
+    answer), `answered` (or the call has failed), `done`, `abandoned`.
     """
 
     kind: str
     origin: Member  # with `number`, the microbatch; for `stepped` and `voided` the replica itself, and 0
     number: int
     stage: int
-    replica: Member  # of `asked`, the one that is asked
-    epoch: int  # of the replica's weights; of `asked`, of the driver's
+    replica: Member  # of `asked`, `waiting` and `answered`, the one that is called
+    epoch: int  # of the replica's weights; of these three, of the driver's
     why: str = ""  # of `abandoned`, in a few words
 
 

@@ -40,6 +40,11 @@ class StageMembers:
         return await self._members.changed(since, deadline)
 
 
+def lacks_majority(roster: Sequence[Member], live: Sequence[Member]) -> bool:
+    """Whether at most half of a stage's roster is live: it decides no round until the others are back, or it forks."""
+    return 2 * len({*roster} & {*live}) <= len(roster)
+
+
 STUCK_SECONDS = 300.0  # longer than most rounds: a peer of stage 0 announces something once in a round
 
 

@@ -111,6 +111,31 @@ async def test_mute_replica_gets_no_requests(run: PipelineRunner) -> None:
     await run.until(run.whole, 120.0, "a whole swarm")
 
 
+@pytest.mark.parametrize("in_round", (False, True), ids=["at-the-cut", "in-mid-round"])
+@simulated(PipelineRunner, (0, 0, 1, 1), ScenarioSetup(4, inner_steps=20))
+async def test_lone_replica_trains_on(run: PipelineRunner, in_round: bool) -> None:
+    """It does not wait for its fork, nor drivers for the other, once this one is believed dead."""
+    await run.rounds(1)
+    await asyncio.sleep(5.0)
+    session = run.session("p3")
+    assert session
+    if not in_round:
+        await run.until(session.cut.is_set, 60.0, "a cut")
+    run.silence("p2")
+    since = run.now
+    await asyncio.sleep(20.0)
+
+    def rate(begin: float, end: float) -> float:
+        counted = [time for time, event in run.events if event.kind == "counted" and event.stage == 0]
+        return sum(begin <= time < end for time in counted) / (end - begin)
+
+    assert rate(since + SUSPECTED_SECONDS, since + 20.0) >= 0.45 * rate(since - 10.0, since)
+    await run.rounds(2, ("p3",))
+    assert run.forks("p3")
+    run.heal(["p2"], [peer for peer in run.peers if peer != "p2"])
+    await run.until(run.whole, 120.0, "a whole swarm")
+
+
 @simulated(PipelineRunner, (0, 0, 0, 0, 1), ScenarioSetup(5, batches=2))
 async def test_lone_replica_has_no_rounds_of_its_own(run: PipelineRunner) -> None:
     """A stage of one peer could decide rounds alone: stage 0 is its clock."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ class View:
         self._known = {**known, me.peer: me}
         self._live: tuple[Member, ...] | None = None
         self._away: set[PeerId] = set()  # those that are away, as they say; never this peer
+        self.on_lost: Callable[[Member], None] = lambda member: None
 
     def live(self) -> tuple[Member, ...]:
         if self._live is None:  # in a large swarm most views change far more often than they are looked at
@@ -56,7 +57,8 @@ class View:
             self._moved()
 
     def lose(self, peer: PeerId) -> None:
-        if self._known.pop(peer, None):
+        if member := self._known.pop(peer, None):
+            self.on_lost(member)
             self._moved()
 
     def bury(self, member: Member) -> None:

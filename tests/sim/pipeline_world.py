@@ -24,7 +24,7 @@ from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.job import Payload
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
-from protocols.pipeline.stages import StageClock, StageMembers, by_stage
+from protocols.pipeline.stages import StageClock, StageMembers, by_stage, lacks_majority
 from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS
@@ -137,7 +137,9 @@ class PipelineWorld(World):
         directory = self.announcements[host.me] = Announcements(self)
         replica = InlineStage(self.stage_compute(index, me), self.scenario.inner_steps, self.seconds(index))
         self.work[me.peer], work = replica, LeasedStage(replica)
-        training = StageTraining(me, stage, replica, lambda: self.is_member(me), self.watch)
+        self.network.contacts.views[me.peer].on_lost = partial(self._lose, me)
+        alone = partial(self.lacks_majority, me, host)
+        training = StageTraining(me, stage, replica, lambda: self.is_member(me), alone, self.watch)
         averaging = Settings("fp32", replica.layout.sizes(), incarnation=me.incarnation)
         endpoint = ProtocolEndpoint(host, averaging)
         if stage == 0:
@@ -209,6 +211,9 @@ class PipelineWorld(World):
         outer_loop = self.replicas[me.peer]
         return me in outer_loop.chain.head.roster and not outer_loop.chain.lacks_state
 
+    def lacks_majority(self, me: Member, host: Host) -> bool:
+        return lacks_majority(self.replicas[me.peer].chain.head.roster, host.members.live())
+
     # -- what is seen -------------------------------------------------------------------------------------------------
 
     def watch(self, event: PipelineEvent) -> None:
@@ -220,6 +225,11 @@ class PipelineWorld(World):
                 self._stepped[event.replica] += self.scenario.batches
             elif event.kind == "voided":
                 self._stepped[event.replica] = 0
+
+    def _lose(self, me: Member, member: Member) -> None:
+        node = self.network.nodes[me.peer]
+        if node.process.alive and node.member == me:
+            self.events.append((asyncio.get_running_loop().time(), PipelineEvent("lost", me, 0, 0, member, 0)))
 
     def entering(self, peer: PeerId, head: Head) -> None:
         super().entering(peer, head)

@@ -313,6 +313,7 @@ class World(SimSwarm):
             feedback=feedback(codec(settings.codec), len(anchor), host.compute),
             snapshots=snapshots,
             overlaps=self.scenario.overlaps,
+            alone=getattr(trainer, "train_alone", None),
         )
         return outer_loop, sync
 

@@ -5,17 +5,21 @@ counted-below     what a stage has counted, the stage after it has counted befor
 same-weights      a count follows a grant of the same replica, in the same epoch, and no other
 full-steps        counted + leased never exceeds B; a step holds exactly B microbatches, and no lease is left
 tokens            the tokens that a peer offers are those of the microbatches that it has stepped on since its anchor
+calls             no call lasts for more than a second after its driver has lost the replica
 accounted         each microbatch that a driver started is done, abandoned with a reason, or was in flight at its end
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from protocols.base import Member
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from tests.support.checkers import Violation
+
+NOTICED_SECONDS = 1.0
 
 Microbatch = tuple[Member, int]
 
@@ -42,7 +46,7 @@ class PipelineJudge:
 
     def read(self, event: PipelineEvent) -> None:
         replica = self._replicas.setdefault(event.replica, _Replica())
-        if event.kind == "asked":
+        if event.kind in ("asked", "waiting", "answered", "lost"):  # what drivers do and see
             return
         if event.kind == "ended" and event.epoch < replica.epoch:
             return  # voided with its epoch
@@ -126,4 +130,28 @@ def check(
         judge.read(event)
     found = [Violation("accounted", member.peer, 0, f"microbatch {number} has no end") for member, number in
              judge.open(finished)]  # fmt: skip
-    return judge.found + found
+    return judge.found + found + overlong_calls(events, finished)
+
+
+def overlong_calls(events: Sequence[tuple[float, PipelineEvent]], finished: Collection[Member] = ()) -> list[Violation]:
+    """Calls of drivers to replicas that they had lost. Events of kind `lost`, which a world adds, name both."""
+    called: dict[tuple[Member, Member], dict[int, float]] = {}  # driver and replica: microbatch, and when it was lost
+    found = []
+
+    def end(call: tuple[Member, Member], number: int, time: float) -> None:
+        if (since := called[call].pop(number)) + NOTICED_SECONDS < time:
+            what = f"microbatch {number}: a call to {call[1].peer} ended {time - since:.1f} s after it was lost"
+            found.append(Violation("calls", call[0].peer, 0, what))
+
+    for time, event in events:
+        call = event.origin, event.replica
+        if event.kind == "waiting":
+            called.setdefault(call, {})[event.number] = math.inf
+        elif event.kind == "answered":
+            end(call, event.number, time)
+        elif event.kind == "lost":
+            called[call] = dict.fromkeys(called.get(call, ()), time)
+    for call in called:
+        for number in tuple(called[call]) if call[0] in finished else ():
+            end(call, number, events[-1][0])
+    return found

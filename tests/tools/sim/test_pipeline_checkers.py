@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from node.tasks.base import Step
 from node.tasks.paced_stage import SIZES, PacedStage
 from protocols.base import Member
+from protocols.pipeline import driving
 from protocols.pipeline.admission import Lease
 from protocols.pipeline.job import JobKind, StageJob
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
@@ -65,6 +67,20 @@ def test_stages_that_do_not_recover_are_found(monkeypatch: pytest.MonkeyPatch) -
     assert {violation.invariant for violation in play(stalled, PipelineWorld).violations} == {"progress"}
 
 
+async def never(members: Any, member: Member, deadline: float) -> None:
+    await asyncio.sleep(1e9)
+
+
+@pytest.mark.parametrize("watch, invariants", [(driving.raise_when_gone, set()), (never, {"calls"})])
+def test_call_that_outlives_its_replica_is_found(
+    watch: Any, invariants: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "raise_when_gone", watch)
+    monkeypatch.setattr(PipelineWorld, "goes_on", rounds(4))
+    silent = replace(SCENARIO, faults=Faults().silence(["p1"], ["p0", "p2", "p3"], at=1, heal=14), breaking_seconds=15)
+    assert {violation.invariant for violation in play(silent, PipelineWorld).violations} == invariants
+
+
 def test_backward_at_another_replica_is_found() -> None:
     """At another peer, in another incarnation, and in later weights of the same replica."""
     here = PacedStage(64, 1, 32, Member("a"))
@@ -102,15 +118,18 @@ PLANTED: dict[str, tuple[str, tuple[PipelineEvent, ...]]] = {
     "done and never started": ("accounted", (event("done", 0),)),
     "abandoned without a reason": ("accounted", (*STARTED, event("abandoned", 0))),
     "without an end": ("accounted", STARTED),
+    "call to a lost replica": ("calls", (*STARTED, event("waiting", 1), event("lost", 1), event("answered", 1))),
 }
+
+
+def timed(events: tuple[PipelineEvent, ...]) -> list[tuple[float, PipelineEvent]]:
+    return [(2.0 * index, each) for index, each in enumerate(events)]
 
 
 @pytest.mark.parametrize("invariant, events", PLANTED.values(), ids=PLANTED)
 def test_planted_events_are_found(invariant: str, events: tuple[PipelineEvent, ...]) -> None:
-    assert invariant in {
-        violation.invariant for violation in check([(0.0, each) for each in events], SETTINGS, [DRIVER])
-    }
+    assert invariant in {violation.invariant for violation in check(timed(events), SETTINGS, [DRIVER])}
 
 
 def test_clean_events_pass() -> None:
-    assert not check([(0.0, each) for each in DONE], SETTINGS, [DRIVER])
+    assert not check(timed(DONE), SETTINGS, [DRIVER])
