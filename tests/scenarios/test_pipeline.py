@@ -21,6 +21,7 @@ from protocols.pipeline.settings import PipelineEvent
 from protocols.streams.endpoint import RoundAccounting
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.sim.scenario_runner import ScenarioSetup
+from tests.support.long import long
 from tests.support.simulated import simulated
 
 SUSPECTED_SECONDS = 6.0
@@ -111,15 +112,15 @@ async def test_mute_replica_gets_no_requests(run: PipelineRunner) -> None:
     await run.until(run.whole, 120.0, "a whole swarm")
 
 
-@pytest.mark.parametrize("in_round", (False, True), ids=["at-the-cut", "in-mid-round"])
-@simulated(PipelineRunner, (0, 0, 1, 1), ScenarioSetup(4, inner_steps=20))
-async def test_lone_replica_trains_on(run: PipelineRunner, in_round: bool) -> None:
+@pytest.mark.parametrize("at_cut", (True, *long(False)))
+@simulated(PipelineRunner, (0, 0, 1, 1), ScenarioSetup(4, inner_steps=10, pace_seconds=1.0))
+async def test_lone_replica_trains_on(run: PipelineRunner, at_cut: bool) -> None:
     """It does not wait for its fork, nor drivers for the other, once this one is believed dead."""
     await run.rounds(1)
     await asyncio.sleep(5.0)
     session = run.session("p3")
     assert session
-    if not in_round:
+    if at_cut:
         await run.until(session.cut.is_set, 60.0, "a cut")
     run.silence("p2")
     since = run.now
