@@ -23,8 +23,9 @@ from node.config.manifest import Manifest, ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.export.fine_tuned import fine_tuned_layout
 from node.joining.bootstrap import ask_status
-from node.joining.stages import Seats, ask_seats, seat_to_bytes
+from node.joining.stages import ask_seats
 from node.membership.hello import StageSeat
+from node.membership.seats import Seats, seat_to_bytes
 from node.reporting.status import PeerStatus, parse, short
 from node.runtime.identity import verify
 from node.storage.buffers import outer_buffer

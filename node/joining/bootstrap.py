@@ -34,6 +34,7 @@ from node.membership.hello import (
     StatusReply,
     WantRun,
     WantStage,
+    WantStageBefore,
     WantStatus,
     WantSummary,
 )
@@ -64,7 +65,7 @@ class RunInfo:
     sample: bytes
 
 
-AssignStage: TypeAlias = Callable[[PeerId, WantStage], Awaitable[StageReply | StageRejected]]
+AssignStage: TypeAlias = Callable[[PeerId, WantStage | WantStageBefore], Awaitable[StageReply | StageRejected]]
 """(peer that sent the request, request) -> answer."""
 ProbeForPeer: TypeAlias = Callable[[PeerId, ProbePorts], Awaitable[PortsProbed]]
 """The same."""
@@ -94,7 +95,7 @@ class BootstrapServer:
                     status = self._status()
                     data = _bounded(brief(status) if isinstance(request, WantSummary) else status)
                     await stream.send(StatusReply(len(data)), data)
-                case WantStage() if self._assign:
+                case WantStage() | WantStageBefore() if self._assign:
                     await stream.send(await self._assign(peer, request))
                 case ProbePorts() if self._probe:
                     await stream.send(await self._probe(peer, request))

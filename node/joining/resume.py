@@ -18,8 +18,8 @@ from pathlib import Path
 from node.config.derived import chain_of, stream_seed
 from node.config.manifest import Manifest, ManifestError, unseal
 from node.joining.bootstrap import RunInfo
-from node.joining.stages import seat_of
 from node.membership.hello import StageSeat
+from node.membership.seats import seat_of
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.reporting.status import short
@@ -66,10 +66,10 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
         log.warning("the run in %s cannot be resumed without other peers: its evaluation sample is damaged", state.path)
         return None
     seat = seat_of(state.stage()) if manifest.stages else None
-    founded = state.identity.peer_id in (manifest.founder.peer, seat.member.peer if seat else "")
+    first = seat.member.peer if seat else "" if manifest.stages else manifest.founder.peer
     run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
     try:
-        return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
+        return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or state.identity.peer_id == first)
     except OSError as error:
         raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): make it readable") from None
 

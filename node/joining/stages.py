@@ -1,173 +1,90 @@
-"""Stages of a run: its founding, the first member of each stage, and which stage a joiner works in.
+"""Which stage a joiner works in. A stage without a first member gets one: the joiner, by a seat that it is given.
 
-Each stage has a chain of rounds of its own, and so needs a first roster. The founder is the first member of stage 0. It
-signs a seat for the first joiner of every other stage, and writes it to its disk before it hands it out. If that joiner
-does not come, another gets the seat later, with a higher number. Peers pass seats on in their greetings, and refuse a
-peer with a seat that is not valid any more.
+Seats are given by the founder of the run. If it has not been live for `FOUNDER_SECONDS`, the live first member of the
+lowest stage gives them, until the run has begun: then each stage has decided a round, and its seat is final. A seat is
+on the disk of the peer that gives it before another peer hears of it. If its member does not come, or is away for long
+before the run has begun, another gets it, with a higher number.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
 from statistics import median
 
-import msgpack
-
-from node.config.manifest import Manifest
 from node.membership.hello import (
     ANY_STAGE,
     BOOTSTRAP_METHOD,
     NO_STAGE,
-    Hello,
+    VERSION,
     StageRejected,
     StageReply,
     StageSeat,
     WantStage,
+    WantStageBefore,
 )
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
+from node.membership.seats import Seats
 from protocols import wire
 from protocols.aio import loop_time
-from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Signer, Transport
+from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Transport
 
 log = logging.getLogger(__name__)
 
 RESERVED_SECONDS = 60.0  # a peer that was assigned a stage counts there for so long, although it is not live yet
 MAX_RESERVED = 256
 RELAY_SECONDS = 10.0
+FOUNDER_SECONDS = 30.0
+"""If the founder is away for longer before the run has begun, others give seats, and that of stage 0 as well."""
 SEAT_SECONDS = 120.0
-"""A peer that was seated, and has not greeted as a member of its stage within this time, loses its seat to another."""
-_SEAT_TAG = b"starling seat 1\n"
-
-
-def _plain(seat: StageSeat) -> dict[str, object]:
-    return {
-        "stage": seat.stage,
-        "first": seat.member.peer,
-        "incarnation": seat.member.incarnation,
-        "number": seat.number,
-        "signature": seat.signature.hex(),
-    }
-
-
-def seat_to_bytes(seat: StageSeat) -> bytes:
-    """As the state directory of a peer of the stage keeps it: JSON."""
-    return json.dumps(_plain(seat), indent=1).encode()
-
-
-def seat_of(data: bytes) -> StageSeat | None:
-    """Read what `seat_to_bytes` wrote; None if it is empty or damaged."""
-    try:
-        (seat,) = seats_of(b"[" + data + b"]")
-    except ValueError:
-        return None
-    return seat
-
-
-def seats_to_bytes(seats: Iterable[StageSeat]) -> bytes:
-    return json.dumps([_plain(seat) for seat in seats], indent=1).encode()
-
-
-def seats_of(data: bytes) -> tuple[StageSeat, ...]:
-    """Read what `seats_to_bytes` wrote; ValueError if it is damaged."""
-    try:
-        return tuple(
-            StageSeat(
-                int(each["stage"]),
-                Member(str(each["first"]), int(each["incarnation"])),
-                int(each["number"]),
-                bytes.fromhex(each["signature"]),
-            )
-            for each in json.loads(data)
-        )
-    except (TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a list of seats: {error}") from None
-
-
-def _signed(run: bytes, seat: StageSeat) -> bytes:
-    packed: bytes = msgpack.packb([seat.stage, seat.member.peer, seat.member.incarnation, seat.number])
-    return _SEAT_TAG + run + packed
-
-
-class Seats:
-    def __init__(self, manifest: Manifest, signer: Signer) -> None:
-        assert manifest.stages
-        self.stages = len(manifest.stages)
-        self.known: dict[int, StageSeat] = {}  # stage -> its first member
-        self.came: set[StageSeat] = set()  # those whose peer has greeted as a member of the stage
-        self._run, self._founder, self._signer = bytes.fromhex(manifest.run_id), manifest.founder, signer
-
-    def make(self, stage: int, member: Member) -> StageSeat:
-        """Sign a seat for the first member of a stage. Only the founder may. It still has to be added."""
-        seat = StageSeat(stage, member, self.known[stage].number + 1 if stage in self.known else 0, b"")
-        return replace(seat, signature=self._signer.sign(_signed(self._run, seat)))
-
-    def add(self, seats: Iterable[StageSeat]) -> None:
-        """Take in seats that others passed on; of two seats in a stage, the later one is valid. Raises `BadPayload`."""
-        for seat in seats:
-            known = self.known.get(seat.stage)
-            if known == seat:
-                continue
-            genuine = self._signer.verify(self._founder.peer, _signed(self._run, seat), seat.signature)
-            if seat.stage >= self.stages or not genuine:
-                raise BadPayload(f"a seat in stage {seat.stage} that the run's founder has not signed")
-            if known is None or known.number < seat.number:
-                self.known[seat.stage] = seat
-
-    def judge(self, hello: Hello) -> None:
-        """Check the seat in a greeting, and take it in. `BadPayload` also if another peer has the seat by now."""
-        if len(hello.seats) != 1 or hello.seats[0].stage != hello.stage:
-            raise BadPayload("greets without the first member of its stage")
-        self.add(hello.seats)
-        seat = self.known[hello.stage]
-        if hello.seats[0] != seat:
-            raise BadPayload("the first member of its stage is another one by now: start it with another --state-dir")
-        if hello.member.peer == seat.member.peer:
-            self.came.add(seat)
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.stages) if stage not in self.known)
+"""The same of another peer's seat: it is given to another peer."""
+UPDATE = f"the peers of this run speak protocol {VERSION}, this peer another one: update the older one"
 
 
 class StageAssigner:
-    """Answers joiners that ask for a stage. Where a seat is needed, it asks the founder, or is the founder."""
+    """Answers joiners that ask for a stage, and gives seats if that is this peer's part."""
 
     def __init__(
         self,
         me: Member,
-        manifest: Manifest,
         seats: Seats,
         membership: Membership,
         transport: Transport,
+        *,
         keep: Callable[[Iterable[StageSeat]], Awaitable[None]],
+        has_begun: Callable[[], bool],
     ) -> None:
-        self._me, self._founder, self._seats = me, manifest.founder.peer, seats
+        """`keep` writes seats to the disk. `has_begun`: whether this peer's stage has ever decided a round."""
+        self._me, self._founder, self._seats = me, seats.founder, seats
         self._membership, self._transport, self._keep = membership, transport, keep
+        self._has_begun, self._began = has_begun, loop_time()
         self._reserved: dict[PeerId, tuple[int, float]] = {}  # peer: its stage, and until when it counts there
-        self._seated: dict[int, float] = {}  # stage: when this founder gave its seat, since it was started
+        self._noted: dict[bytes, float] = {}  # digest of a seat that counts: since when this peer has known it
         self._lock = asyncio.Lock()
 
-    async def assign(self, peer: PeerId, request: WantStage) -> StageReply | StageRejected:
+    async def assign(self, peer: PeerId, request: WantStage | WantStageBefore) -> StageReply | StageRejected:
         """Answer `peer`, which may pass on another's request. `NO_STAGE` changes nothing, and is not passed on."""
-        live = {member.peer for member in self._membership.live()}
-        if request.sender.peer != peer and peer not in live:
+        if isinstance(request, WantStageBefore) or request.version != VERSION:
+            return StageRejected(UPDATE)
+        passed_on = request.sender.peer != peer
+        if passed_on and peer not in {member.peer for member in self._membership.live()}:
             raise BadPayload(f"asks for a stage in the name of {request.sender.peer}")
         self._learn()
         wanted = request.wanted
         if wanted == NO_STAGE:
-            return StageReply(self._membership.stage_of(self._me.peer) or 0, tuple(self._seats.known.values()))
+            return StageReply(self._membership.stage_of(self._me.peer) or 0, self._seats.told())
         if wanted != ANY_STAGE and wanted >= self._seats.stages:
             return StageRejected(f"the run has the stages 0 to {self._seats.stages - 1}, and no stage {wanted}")
-        if self._me.peer == self._founder:
-            return await self._decide(request)
-        if self._seats.missing:
-            return await self._relay(request)
-        return self._reply(request.sender, self._choice(request))
+        stage, giver = self._choice(request), self._giver()
+        if stage not in self.vacant():
+            return self._reply(request.sender, stage)
+        if giver == self._me.peer:
+            return await self._give(request)
+        if passed_on:
+            return StageRejected(f"the seat of stage {stage} is for another peer to give")
+        return await self._relay(giver, request)
 
     def _learn(self) -> None:
         """Take in the seats in the greetings of contacts. Forged ones are not the fault of the peer that asks now."""
@@ -176,50 +93,82 @@ class StageAssigner:
                 self._seats.add(contact.hello.seats if contact.hello else ())
             except BadPayload as error:
                 log.debug("refused from %s: %s", contact.peer, error)
+        known = [self._seats.digest(seat) for seat in self._seats.known.values()]
+        self._noted = {digest: self._noted.get(digest, loop_time()) for digest in known}
 
-    async def _decide(self, request: WantStage) -> StageReply | StageRejected:
-        """The founder's answer: it seats the joiner if the stage has no first member, or one that never came."""
-        async with self._lock:
-            stage = self._choice(request)
-            if stage in self._open():
-                own = [each for each in self._seats.known.values() if each.member.peer == request.sender.peer]
-                if own and own[0].stage != stage:
-                    return StageRejected(f"this peer is the first of stage {own[0].stage} already: ask for that one")
-                seat = self._seats.make(stage, request.sender)
-                await self._keep([*(each for each in self._seats.known.values() if each.stage != stage), seat])
-                self._seats.add([seat])  # no other peer hears of it before it is on the disk
-                self._seated[stage] = loop_time()
-            return self._reply(request.sender, stage)
+    # -- who gives seats, and which -----------------------------------------------------------------------------------
 
-    def _open(self) -> tuple[int, ...]:
-        """Stages whose seat this founder may give: those without one, and those whose peer has not come in time."""
-        late = [
-            stage
-            for stage, since in self._seated.items()
-            if loop_time() > since + SEAT_SECONDS and self._seats.known[stage] not in self._seats.came
-        ]
+    def _away_seconds(self, peer: PeerId) -> float:
+        """How long a peer has not been live, as far as this one has seen; 0 if it is."""
+        contact = self._membership.contact(peer)
+        if peer == self._me.peer or (contact and contact.live):
+            return 0.0
+        return loop_time() - max(self._began, contact.lost_at if contact else 0.0)
+
+    def _giver(self) -> PeerId:
+        """The peer that gives seats now."""
+        if self._away_seconds(self._founder) < FOUNDER_SECONDS or self._has_begun():
+            return self._founder
+        firsts = (seat.member.peer for seat in self._seats.known.values())
+        return next((peer for peer in firsts if not self._away_seconds(peer)), self._founder)
+
+    def vacant(self) -> tuple[int, ...]:
+        """Stages without a first member, and those whose first member is away for long before the run has begun.
+
+        Then nothing has been trained. Afterwards a stage's state is at its members alone.
+        """
+        if self._has_begun():
+            return self._seats.missing
+        late = [stage for stage, seat in self._seats.known.items() if self._is_late(seat)]
         return (*self._seats.missing, *late)
 
-    async def _relay(self, request: WantStage) -> StageReply | StageRejected:
+    def _is_late(self, seat: StageSeat) -> bool:
+        peer = seat.member.peer
+        limit_seconds = FOUNDER_SECONDS if peer == self._founder else SEAT_SECONDS
+        known_seconds = loop_time() - self._noted.get(self._seats.digest(seat), loop_time())
+        return not self._seats.is_final(seat) and min(known_seconds, self._away_seconds(peer)) > limit_seconds
+
+    def needed(self) -> tuple[int, ...]:
+        """Stages that lack a first member, by the greetings of all contacts."""
+        self._learn()
+        return self.vacant()
+
+    async def _give(self, request: WantStage) -> StageReply | StageRejected:
+        async with self._lock:
+            stage, known = self._choice(request), self._seats.known
+            if stage in self.vacant():
+                own = [each.stage for each in known.values() if each.member.peer == request.sender.peer]
+                if own and own[0] != stage:
+                    return StageRejected(f"this peer is the first of stage {own[0]} already: ask for that one")
+                mine = next((each for each in known.values() if each.member.peer == self._me.peer), None)
+                seat = self._seats.make(stage, request.sender, None if self._me.peer == self._founder else mine)
+                line = (seat,) if mine is None or not seat.by else (seat, *self._seats.line(mine.stage))
+                await self._keep([seat, *self._seats.told()])
+                self._seats.add(line)  # no other peer hears of it before it is on the disk
+            return self._reply(request.sender, stage)
+
+    async def _relay(self, giver: PeerId, request: WantStage) -> StageReply | StageRejected:
         try:
-            answer = await ask_stage(self._transport, self._founder, request, loop_time() + RELAY_SECONDS)
+            answer = await ask_stage(self._transport, giver, request, loop_time() + RELAY_SECONDS)
             self._seats.add(answer.seats if isinstance(answer, StageReply) else ())
         except BadPayload as error:
-            return StageRejected(f"the run's founder answers badly: {error}"[:200])
+            return StageRejected(f"the peer that gives seats answers badly: {error}"[:200])
         except PeerError as error:
-            lacking = ", ".join(map(str, self._seats.missing))
+            lacking = ", ".join(map(str, self.vacant()))
             return StageRejected(
-                f"no peer is known in stage {lacking}, and the run's founder is away: {error.why}"[:200]
+                f"no peer is known in stage {lacking}, and the peer that gives its seat is away: {error.why}"[:200]
             )
         return answer
+
+    # -- which stage --------------------------------------------------------------------------------------------------
 
     def _choice(self, request: WantStage) -> int:
         """The wanted stage, the joiner's own if it has a seat, one without a first member, or the weakest."""
         if request.wanted != ANY_STAGE:
             return request.wanted
         own = [stage for stage, seat in self._seats.known.items() if seat.member.peer == request.sender.peer]
-        if own or self._open():
-            return (own or list(self._open()))[0]
+        if own or (vacant := self.vacant()):
+            return own[0] if own else vacant[0]
         self._purge()
         here = [contact for contact in self._membership.contacts() if contact.live]
         reserved = {peer: stage for peer, (stage, _) in self._reserved.items()}
@@ -230,7 +179,7 @@ class StageAssigner:
         self._purge()
         if len(self._reserved) < MAX_RESERVED:
             self._reserved[joiner.peer] = stage, loop_time() + RESERVED_SECONDS
-        return StageReply(stage, tuple(self._seats.known.values()))
+        return StageReply(stage, self._seats.told())
 
     def _purge(self) -> None:
         now = loop_time()
@@ -268,7 +217,7 @@ async def ask_stage(
 
 async def ask_seats(transport: Transport, peer: PeerId, me: Member, deadline: Deadline) -> StageReply:
     """Ask a peer for its own stage and for the seats that it knows, not verified here. It changes nothing."""
-    answer = await ask_stage(transport, peer, WantStage(me, NO_STAGE), deadline)
+    answer = await ask_stage(transport, peer, WantStage(VERSION, me, NO_STAGE), deadline)
     if isinstance(answer, StageRejected):
         raise BadPayload("does not tell the first members of the stages")
     return answer

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from node.membership.failure_detector import PULSE_SECONDS
 from node.membership.hello import MAX_ADDRESSES, VERSION, Heartbeat, Hello, HelloRejected, StageSeat, signed_part
 from node.membership.peer_record import PeerRecord
+from node.membership.seats import SeatLine, Seats
 from node.outer.activity import Activity
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
@@ -27,10 +28,21 @@ DUPLICATE_IDENTITY = (
 
 @dataclass(slots=True)
 class LocalStage:
-    seat: StageSeat
-    judge: Callable[[Hello], None] = lambda hello: None  # raises `BadPayload` for a seat that is not valid
+    line: SeatLine  # of the stage's first member, with which this peer entered
+    seats: Seats
+    has_begun: Callable[[], bool] = lambda: False  # whether the stage has decided a round at this peer
     rounds: int = 0  # of stage 0: training rounds that have ended at this peer
     rate: float = 0.0  # microbatches/s that this peer can compute; 0 if it is not known yet
+
+    @property
+    def seat(self) -> StageSeat:
+        return self.line[0]
+
+    def shown(self, me: PeerId) -> SeatLine:
+        """What greetings show of the seat, which is final once the stage has decided a round."""
+        if self.has_begun() and self.seats.counts(self.seat):
+            self.line = self.seats.begun(me, self.line)
+        return self.line
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,7 @@ class HandshakeProtocol:
     def hello(self) -> Hello:
         local = self._local
         addresses = tuple(local.addresses())[:MAX_ADDRESSES]
-        stage, seats = (local.stage.seat.stage, (local.stage.seat,)) if local.stage else (0, ())
+        stage, seats = (local.stage.seat.stage, local.stage.shown(local.me.peer)) if local.stage else (0, ())
         hello = Hello(VERSION, local.run, local.me, local.nonce, local.nickname, addresses, stage, seats, b"")
         return replace(hello, signature=self._signer.sign(signed_part(hello)))
 
@@ -86,7 +98,7 @@ class HandshakeProtocol:
         if not self._is_signed(hello):
             raise BadPayload("greets without a signature of its own")
         if self._local.stage:
-            self._local.stage.judge(hello)
+            self._local.stage.seats.judge(hello)
 
     async def exchange(
         self, contact: PeerRecord, stream: Stream, on_refusal: Callable[[PeerId, HelloRejected], None]

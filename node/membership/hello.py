@@ -24,10 +24,10 @@ from protocols.wire import (
     uint,
 )
 
-HELLO = "starling/hello/4"
+HELLO = "starling/hello/5"
 BOOTSTRAP_METHOD = "starling/entry/1"
 
-VERSION = 4
+VERSION = 5
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
 ANY_STAGE = MAX_STAGES  # in `WantStage`: the joiner leaves the choice to the others
@@ -62,7 +62,9 @@ class StageSeat:
     stage: int = uint(MAX_STAGES - 1)
     member: Member = one(Member)
     number: int = uint(MAX_SEATS)  # seats of the stage given before, to peers that never came; only the last is valid
+    by: bytes = blob(32)  # digest of the signer's own seat (`node.joining.seats`); empty if the run's founder signs
     signature: bytes = blob(128)
+    used: bytes = blob(128)  # the member's signature once its stage has decided a round; empty until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Hello(Header):
     nickname: str = text(MAX_NICKNAME_CHARACTERS)
     addresses: tuple[str, ...] = list_of(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
     stage: int = uint(MAX_STAGES - 1)
-    seats: tuple[StageSeat, ...] = list_of(one(StageSeat), 1)  # of the sender's stage; none in a run without stages
+    # of the sender's stage, then those of its signers up to one that the founder signed; none in a run without stages
+    seats: tuple[StageSeat, ...] = list_of(one(StageSeat), MAX_STAGES)
     signature: bytes = blob(128)  # over all other fields: proves to a peer that another process has its identity
 
 
@@ -103,10 +106,14 @@ class Welcome(Header):
 
 @dataclass(frozen=True, slots=True)
 class HelloRejected(Header):
-    """The sender refuses the receiver. `other`: the signed greeting of another process with the receiver's identity."""
+    """The sender refuses the receiver. `other`: the signed greeting of another process with the receiver's identity.
+
+    `seats`: that of the receiver's stage which the sender knows, and those of its signers.
+    """
 
     why: str = text(200)
     other: tuple[Hello, ...] = optional(one(Hello), 1)
+    seats: tuple[StageSeat, ...] = optional(one(StageSeat), MAX_STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +161,30 @@ class StatusReply(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class WantStage(Header):
-    """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may ask the founder for it."""
+class WantStageBefore(Header):
+    """The `WantStage` of protocol 4 and before: answered with a `StageRejected` that says to update."""
 
     sender: Member = one(Member)
     wanted: int = uint(NO_STAGE)
 
 
 @dataclass(frozen=True, slots=True)
+class WantStage(Header):
+    """Asks for a stage to work in; answered with `StageReply` or `StageRejected`. A peer may pass it on to another."""
+
+    version: int = uint(1 << 16)
+    sender: Member = one(Member)
+    wanted: int = uint(NO_STAGE)
+
+
+@dataclass(frozen=True, slots=True)
 class StageReply(Header):
-    """The stage for the joiner (for `NO_STAGE`: the sender's own), and the seats that the sender knows."""
+    """The stage for the joiner (for `NO_STAGE`: the sender's own), and the seats that the sender knows, with those of
+    their signers.
+    """
 
     stage: int = uint(MAX_STAGES - 1)
-    seats: tuple[StageSeat, ...] = list_of(one(StageSeat), MAX_STAGES)
+    seats: tuple[StageSeat, ...] = list_of(one(StageSeat), 2 * MAX_STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,5 +237,5 @@ MESSAGES: tuple[type[Header], ...] = (
 )
 register(48, MESSAGES)
 register(63, (WantSummary,))
-register(189, (WantStage, StageReply, StageRejected))
+register(188, (WantStage, WantStageBefore, StageReply, StageRejected))
 register(200, (ProbePorts, PortsProbed))

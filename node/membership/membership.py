@@ -102,6 +102,9 @@ class Membership:
         """All known peers, for display. Callers must not change them."""
         return tuple(self._contacts)
 
+    def contact(self, peer: PeerId) -> PeerRecord | None:
+        return self._contacts.get(peer)
+
     def peers(self) -> list[PeerId]:
         """All known peers of this one's stage, the live ones first. Peers that are away serve only as a last resort."""
         here = any(contact.here for contact in self._contacts)
@@ -149,6 +152,8 @@ class Membership:
         if (contact.said.idle == Activity.AWAY) != (contact.peer in self._away):
             self._away ^= {contact.peer}
             self._bump()
+        if self._local.stage and contact.hello and contact.said.round:
+            self._local.stage.seats.hear(contact.peer, contact.hello.seats)
 
     # -- stages: `protocols.pipeline.stages.StageDirectory` -----------------------------------------------------------
 
@@ -226,7 +231,7 @@ class Membership:
     def _set_live(self, contact: PeerRecord, live: bool, why: str = "") -> None:
         contact.why = why
         if live != contact.live:
-            contact.live = live
+            contact.live, contact.lost_at = live, asyncio.get_running_loop().time()
             self._bump()
             log.info("%s %s", contact.peer, "is here" if live else "has left" if contact.left else f"is lost: {why}")
 
@@ -330,12 +335,18 @@ class Membership:
         contact.failures, contact.handshake_at = 0, now
         contact.stale = contact.cut = False
         self._set_live(contact, True)
+        self._drop_unseated()
         for each in welcome.known:  # only now: a live peer is not forgotten in favour of those that it introduces
             if each.peer not in self._contacts:
                 self.add_candidate(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], introduced_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
-        """Raise for a peer's refusal, which may prove that another process has this peer's identity."""
+        """Raise for a peer's refusal, which may prove that another process has this peer's identity, or that another
+        peer has its seat.
+        """
+        if self._local.stage:
+            self._local.stage.seats.add(refusal.seats)
+            self._drop_unseated()
         for other in refusal.other:
             if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")
@@ -351,13 +362,16 @@ class Membership:
             self._handshake.check(peer, hello)
         except BadPayload as error:
             self._refuse(peer, str(error))
-            return await stream.send(HelloRejected(str(error)[:200]))
+            stage = self._local.stage if hello.run == self._local.run else None
+            seats = stage.seats.line(hello.stage) if stage else ()
+            return await stream.send(HelloRejected(str(error)[:200], seats=seats))
         contact = self.add_candidate(peer, hello.addresses)
         if contact is None:
             return await stream.send(HelloRejected("this peer knows too many others"))
         if contact.hello and contact.is_older(hello):
             return await stream.send(HelloRejected("another incarnation of it is known", (contact.hello,)))
         self._meet(contact, hello)
+        self._drop_unseated()
         await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()
         await self._handshake.echo(contact, hello, stream)
@@ -376,6 +390,15 @@ class Membership:
             contact.end_watch()  # the watched stream belongs to its previous process
             self._set_live(contact, False, "it was started again")
             contact.said = replace(contact.said, leaving=False)
+
+    def _drop_unseated(self) -> None:
+        """Drop contacts whose stage has another first member by now. If they greet again, they are told of it."""
+        if self._local.stage is None:
+            return
+        for contact in self._contacts:
+            if contact.hello and contact.hello.seats and not self._local.stage.seats.counts(contact.hello.seats[0]):
+                self._set_live(contact, False, "its stage has another first member")
+                self._contacts.forget(contact)
 
     def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
         others = [each for each in self._contacts if each.live and each.peer != to]

@@ -33,6 +33,7 @@ class PeerRecord:
     addresses: tuple[str, ...] = ()
     hello: Hello | None = None
     live: bool = False
+    lost_at: float = 0.0  # when it was live for the last time
     why: str = "not tried yet"
     said: Heartbeat = NOTHING_SAID
     offset_seconds: float = 0.0  # its wall clock minus this peer's

@@ -29,6 +29,7 @@ from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.state import OuterSGD, OuterState
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import public
+from node.reporting.swarm import DECIDED
 from node.session.discovery import discover
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
@@ -68,12 +69,14 @@ async def open_session(
     entrance: StageEntrance | None,
     unanswered: Sequence[str],
     on_fatal: Callable[[str], None],
+    on_lost: Callable[[str], None],
     is_leaving: Callable[[], bool],
 ) -> AsyncIterator[PeerSession]:
     """Build the session, and keep up what runs beside it until the context ends.
 
     `info` is what joiners get of the run. `entrance` led to this peer's stage; None without stages. `unanswered` are
-    multiaddrs that the user gave and where no peer answered.
+    multiaddrs that the user gave and where no peer answered. `on_lost` is called with the reason if
+    this peer has to ask for a stage again.
     """
     config, state, tracker, view, run = peer.config, peer.state, peer.tracker, peer.view, manifest.config
     key = start.chain.head.key
@@ -82,7 +85,15 @@ async def open_session(
     layout = worker.layout
     extra = extra_elements(layout)
     not_sent = feedback(codec(run.codec), sum(layout.sizes()), peer.compute, extra)
-    membership = _membership(peer, history, entrance, unanswered, on_fatal)
+    journal = Journal(state.rounds)
+    past = await peer.disk.run(journal.recent, 0)  # what earlier incarnations of this peer reported
+    # not by the chain alone, which a restart cuts back to the last checkpoint
+    decided = any(each.round > 0 or each.outcome in DECIDED for each in past)
+    has_begun = lambda: decided or history.head.key.round > 0  # noqa: E731
+    stage = LocalStage(entrance.line, entrance.seats, has_begun) if entrance else None
+    if stage:
+        stage.shown(peer.me.peer)  # so a seat that was used is final before others show theirs
+    membership = _membership(peer, history, stage, unanswered, on_fatal)
     async with (
         DhtDirectory(peer.transport, state.identity, peer.clock, key.run, membership.offset_seconds) as directory,
         ScratchSpace(state.path, peer.disk) as scratch,
@@ -98,12 +109,18 @@ async def open_session(
         ) as checkpoints,
     ):
         host = Host(peer.transport, directory, membership, peer.compute, peer.clock, state.identity, run.seed)
-        pipeline, assign = None, None
+        pipeline, assigner = None, None
         if entrance:
             from node.session.pipeline_session import PipelineSession  # only runs with stages load its code
 
-            seats = entrance.seats
-            assign = StageAssigner(peer.me, manifest, seats, membership, peer.transport, entrance.keep).assign
+            assigner = StageAssigner(
+                peer.me,
+                entrance.seats,
+                membership,
+                peer.transport,
+                keep=entrance.keep,
+                has_begun=has_begun,
+            )
             pipeline = PipelineSession(
                 cast("RemoteStage", worker),
                 manifest,
@@ -130,7 +147,6 @@ async def open_session(
             not_sent=not_sent,
         )
         loop.on_progress, loop.activity.announce = tracker.on_progress, membership.announce_activity
-        journal = Journal(state.rounds)
         tracker.enter_session(
             history=history,
             membership=membership,
@@ -143,8 +159,8 @@ async def open_session(
         )
         await resume.restore(start, loop, worker, checkpoints)
         probe = PortProber(peer.transport.host_of).probe
+        assign = assigner.assign if assigner else None
         BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign, probe)
-        past = await peer.disk.run(journal.recent, 0)  # what earlier incarnations of this peer reported
         view.recall(past)
         for report in past:
             peer.swarm.counted.add(report)
@@ -186,6 +202,8 @@ async def open_session(
             SleepGuard(save).run(),
             peer.swarm.run(partial(ask_summary, peer.transport), lambda: _live(membership)),
         ]
+        if entrance and assigner:
+            beside.append(_keep_stage(entrance, assigner, has_begun, config.stage, on_lost))
         if config.addresses_file:
             beside.append(keep_addresses_file(config.addresses_file, tracker.addresses, peer.files, view.say))
         async with task_group() as group:
@@ -195,6 +213,21 @@ async def open_session(
                 each.cancel()
 
 
+async def _keep_stage(
+    entrance: StageEntrance,
+    assigner: StageAssigner,
+    has_begun: Callable[[], bool],
+    wanted: int | None,
+    on_lost: Callable[[str], None],
+) -> None:
+    """Watch whether this peer has to ask for a stage again before the run has begun; for another only if it may."""
+
+    def needed() -> tuple[int, ...]:
+        return tuple(stage for stage in assigner.needed() if wanted in (None, stage))
+
+    on_lost(await entrance.until_lost(has_begun, needed))
+
+
 def _live(membership: Membership) -> list[PeerId]:
     return [each.peer for each in membership.contacts() if each.live]
 
@@ -202,7 +235,7 @@ def _live(membership: Membership) -> list[PeerId]:
 def _membership(
     peer: PeerProcesses,
     history: RoundHistory,
-    entrance: StageEntrance | None,
+    stage: LocalStage | None,
     unanswered: Sequence[str],
     on_fatal: Callable[[str], None],
 ) -> Membership:
@@ -216,7 +249,7 @@ def _membership(
         nickname=tracker.nickname,
         addresses=lambda: [address.rpartition("/p2p/")[0] for address in tracker.greeted_addresses()],
         round=lambda: history.head.key.round,
-        stage=LocalStage(entrance.seat, entrance.seats.judge) if entrance else None,
+        stage=stage,
     )
     membership = Membership(
         peer.transport,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 NO_WORKER = 3  # Exit code of a peer that left in good order because its worker could not be kept running
 NO_RESULT = 4  # Exit code of a peer that left in good order, but whose rounds or evaluations all came to nothing
+AGAIN = -1  # Not an exit code: the peer has ended to ask for a stage again, and is to be started anew
 REPLACED = "the worker was replaced"  # How the line begins that a peer prints at its end if a worker died or hung
 
 

@@ -23,7 +23,7 @@ from node.reporting.status import EventSink, Status, join_command, narrow
 from node.runtime.clock import monotonic_seconds
 from node.runtime.identity import IdentityError, verify
 from node.session.build import open_session
-from node.session.fatal import NO_RESULT, NO_WORKER, REPLACED, FatalPeerError
+from node.session.fatal import AGAIN, NO_RESULT, NO_WORKER, REPLACED, FatalPeerError
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance, require_stage
@@ -63,6 +63,7 @@ class Peer:
         self._main: asyncio.Task[None] | None = None
         self._scripts: ScriptEntrance | None = None
         self._finishing, self._failure, self._no_worker, self._no_result = False, "", "", ""
+        self._asks_again = False
 
     def finish(self, why: str = "") -> None:
         """Finish the round under way, then leave. Before the session begins, leave at once."""
@@ -77,19 +78,24 @@ class Peer:
         return self._tracker.status()
 
     async def run(self) -> int:
-        """Join or start a run, train and leave; returns the process's exit code, or raises `FatalPeerError`."""
+        """Join or start a run, train and leave; returns the process's exit code, or raises `FatalPeerError`.
+
+        `AGAIN`: this peer has lost its stage before the run has begun, and has to be started again.
+        """
         me = asyncio.current_task()
         try:
             self._main = asyncio.create_task(self._take_part())
             await self._main
         except asyncio.CancelledError:
-            if me is None or me.cancelling() or not (self._finishing or self._failure):
+            if me is None or me.cancelling() or not (self._finishing or self._failure or self._asks_again):
                 raise
         except (StateError, IdentityError, DaemonError, WorkerError, ManifestError, ConfigError) as error:
             # A port may be free soon: a service tries again, as it does not after a request that cannot be carried out.
             raise FatalPeerError(str(error), 1 if isinstance(error, PortTaken) else 2) from None
         if self._failure:
             raise FatalPeerError(self._failure)
+        if self._asks_again and not self._finishing:
+            return AGAIN
         if self._no_worker:
             raise FatalPeerError(self._no_worker, NO_WORKER)
         if self._no_result:
@@ -104,6 +110,12 @@ class Peer:
 
     def _fail(self, why: str) -> None:
         self._failure = why
+        if self._main:
+            self._main.cancel()
+
+    def _ask_again(self, why: str) -> None:
+        self._say(f"{why}: asking for a stage again; nothing was trained yet")
+        self._asks_again = True
         if self._main:
             self._main.cancel()
 
@@ -140,6 +152,7 @@ class Peer:
                 entrance=entrance,
                 unanswered=selector.given(processes.bootstrap) if selector.alone else (),
                 on_fatal=self._fail,
+                on_lost=self._ask_again,
                 is_leaving=lambda: self._finishing,
             ) as session:
                 self._session = session

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -39,6 +40,7 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     import uvloop
 
     from node.runtime.fork_server import ForkServer
+    from node.session.fatal import AGAIN
     from node.session.peer import Peer
     from node.ui import logs
     from node.ui.terminal import Terminal
@@ -53,9 +55,15 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     gc.freeze()
     gc.enable()
 
+    async def run_again() -> int:
+        nonlocal peer
+        while (code := await peer.run()) == AGAIN:
+            peer = Peer(replace(config, new=False), run, _state_dir(config), terminal, shutdown.finish)
+        return code
+
     async def show_and_run() -> int:
-        async with terminal.showing(peer.status):
-            return await shutdown.run(peer.run())
+        async with terminal.showing(lambda: peer.status()):
+            return await shutdown.run(run_again())
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

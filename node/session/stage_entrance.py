@@ -1,4 +1,8 @@
-"""How a peer gets its stage: the founder of a run is in stage 0, others ask for one, and a restart keeps it."""
+"""How a peer gets its stage: the founder of a run is in stage 0, others ask for one, and a restart keeps it.
+
+Before the run has begun, a peer may have to ask again: another peer has the seat of its stage by now, or another stage
+needs a first member more than this one needs a further peer.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,44 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from node.config.manifest import Manifest, ManifestError
-from node.joining.stages import Seats, ask_stage, seat_of, seat_to_bytes, seats_of, seats_to_bytes
-from node.membership.hello import ANY_STAGE, StageRejected, StageReply, StageSeat, WantStage
+from node.joining.stages import ask_stage
+from node.membership.hello import ANY_STAGE, VERSION, StageRejected, StageReply, StageSeat, WantStage
+from node.membership.seats import SeatLine, Seats, seat_of, seat_to_bytes, seats_of, seats_to_bytes
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Compute, Member, PeerError, PeerId, Signer, Transport
 
 ASK_SECONDS = 20.0  # For one answer: the peer that is asked may have to ask the founder
 PAUSE_SECONDS = 2.0
+LOOK_SECONDS = 2.0  # between two looks whether this peer has to ask for a stage again
 
 
 class StageEntrance:
-    """Finds this peer's stage in a run with stages: its `seat`, once `found` or `enter` has returned."""
+    """Finds this peer's stage in a run with stages: the `line` of its seat, once `found` or `enter` has returned."""
 
-    seat: StageSeat
+    line: SeatLine
 
     def __init__(self, manifest: Manifest, state: StateDir, disk: Compute, signer: Signer) -> None:
         self.seats = Seats(manifest, signer)
-        self._manifest, self._state, self._disk = manifest, state, disk
+        self._me, self._state, self._disk = state.identity.peer_id, state, disk
+
+    @property
+    def seat(self) -> StageSeat:
+        """Of the first member of this peer's stage."""
+        return self.line[0]
 
     async def found(self, me: Member) -> None:
         """Take the founder's stage, 0. Its seat is on the disk when this returns."""
-        self.seat = self.seats.make(0, me)
-        await self.keep([self.seat])
-        self.seats.add([self.seat])
+        self.seats.add([self.seats.make(0, me)])
+        await self._take(0)
+
+    async def _take(self, stage: int) -> None:
+        self.line = self.seats.line(stage)
+        await self.keep(self.seats.told())
         await self._disk.run(partial(self._state.keep_stage, seat_to_bytes(self.seat)), 0)
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
-        """Write the founder's seats to the disk."""
+        """Write the known seats to the disk."""
         await self._disk.run(partial(self._state.keep_seats, seats_to_bytes(seats)), 0)
 
     def kept(self, wanted: int | None) -> bool:
@@ -43,21 +57,26 @@ class StageEntrance:
         Raises `StateError` if what is kept is damaged, or of another stage than the one that the user wants.
         """
         seat = seat_of(self._state.stage())
+        if seat is None and self._state.stage():
+            raise StateError(f"{self._state.path / 'stage.json'} is damaged: start with another --state-dir")
+        try:
+            self.seats.add([*([seat] if seat else []), *seats_of(self._state.seats() or b"[]")])
+        except (BadPayload, ValueError) as error:
+            raise StateError(f"a seat in {self._state.path} is damaged ({error}): restore the directory") from None
         if seat is None:
-            if self._state.stage():
-                raise StateError(f"{self._state.path / 'stage.json'} is damaged: start with another --state-dir")
             return False
         if wanted not in (None, seat.stage):
             raise StateError(
                 f"{self._state.path} holds stage {seat.stage} of this run, not {wanted}: leave --stage out, or give "
                 "another --state-dir"
             )
-        try:
-            self.seats.add([seat, *seats_of(self._state.seats() or b"[]")])
-        except (BadPayload, ValueError) as error:
-            raise StateError(f"a seat in {self._state.path} is damaged ({error}): restore the directory") from None
-        self.seat = seat
+        self.line = self._line_of(seat)
         return True
+
+    def _line_of(self, seat: StageSeat) -> SeatLine:
+        """The line of a kept seat, which may not count any more."""
+        known = self.seats.line(seat.stage)
+        return known if self.seats.is_same(known[0], seat) else (seat,)
 
     async def enter(
         self,
@@ -68,30 +87,52 @@ class StageEntrance:
         say: Callable[[str], None],
     ) -> None:
         """Ask other peers, of whom more may be met meanwhile, for a stage until one gives it, and save it."""
-        request = WantStage(me, ANY_STAGE if wanted is None else wanted)
+        request = WantStage(VERSION, me, ANY_STAGE if wanted is None else wanted)
         told = ""
         while True:
             for peer in tuple(peers):
                 try:
                     answer = await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS)
-                    self.seat = self._seat(answer, wanted)
+                    stage = self._stage(answer, wanted)
                 except (PeerError, BadPayload) as error:
                     if str(error) != told:
                         say(f"no stage yet: {error} (retrying)")
                     told = str(error)
                 else:
-                    await self._disk.run(partial(self._state.keep_stage, seat_to_bytes(self.seat)), 0)
-                    return
+                    return await self._take(stage)
             await asyncio.sleep(PAUSE_SECONDS)
 
-    def _seat(self, answer: StageReply | StageRejected, wanted: int | None) -> StageSeat:
-        """The seat that a peer's answer gives; raises `BadPayload` if it gives none, or not the wanted one."""
+    def _stage(self, answer: StageReply | StageRejected, wanted: int | None) -> int:
+        """The stage that a peer's answer gives; raises `BadPayload` if it gives none, or not the wanted one."""
         if isinstance(answer, StageRejected):
             raise BadPayload(answer.why)
         self.seats.add(answer.seats)
         if wanted not in (None, answer.stage) or answer.stage not in self.seats.known:
             raise BadPayload(f"it gives stage {answer.stage}, or does not know its first member")
-        return self.seats.known[answer.stage]
+        return answer.stage
+
+    # -- asking again -------------------------------------------------------------------------------------------------
+
+    async def until_lost(self, has_begun: Callable[[], bool], needed: Callable[[], Collection[int]]) -> str:
+        """Wait until this peer has to ask for a stage again, and has forgotten its present one; returns why.
+
+        `needed` are the stages whose seat may be given. Does not return once the run has begun.
+        """
+        while not has_begun():
+            if why := self._lost(needed()):
+                await self.keep(self.seats.told())
+                await self._disk.run(self._state.leave_stage, 0)
+                return why
+            await asyncio.sleep(LOOK_SECONDS)
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
+
+    def _lost(self, needed: Collection[int]) -> str:
+        if not self.seats.counts(self.seat):
+            return f"another peer is the first of stage {self.seat.stage} by now"
+        if needed and self.seat.member.peer != self._me:
+            return f"stage {min(needed)} needs a first member"
+        return ""
 
 
 def require_stage(manifest: Manifest, wanted: int | None) -> None:

@@ -8,10 +8,11 @@ checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
 data.json       what its data were at its last start (`node.tasks.given_data`)
 pause.json      exists if the peer was asked to pause (`node.session.pausing`)
-stage.json      its stage, and the stage's first member (`node.joining.stages`), in a run with stages
-seats.json      the founder's: the first members of all stages
+stage.json      its stage, and the stage's first member (`node.membership.seats`), in a run with stages
+seats.json      the first members of all stages that it knows (`node.membership.seats`)
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
+past/stage/     files of a stage that it has left before its first round
 """
 
 from __future__ import annotations
@@ -96,16 +97,28 @@ class StateDir:
         return _read(self.path / STAGE, _MAX_CACHE_BYTES)
 
     def keep_stage(self, place: bytes) -> None:
-        """Save this peer's stage, which it keeps for the whole run. Raises StateError."""
+        """Save this peer's stage, which it keeps once the run has begun. Raises StateError."""
         self._keep_durably(STAGE, place)
 
     def seats(self) -> bytes:
-        """The founder's seats, as `keep_seats` was given them; empty if there are none."""
+        """The known seats, as `keep_seats` was given them; empty if there are none."""
         return _read(self.path / "seats.json", _MAX_CACHE_BYTES)
 
     def keep_seats(self, seats: bytes) -> None:
-        """Save the founder's seats. When this returns, they survive a power failure. Raises StateError."""
+        """Save the known seats. When this returns, they survive a power failure. Raises StateError."""
         self._keep_durably("seats.json", seats)
+
+    def leave_stage(self) -> None:
+        """Move what belongs to this peer's stage aside, before any round of it was decided. Raises StateError."""
+        there = [self.path / name for name in ("certificates.bin", "checkpoints", STAGE) if (self.path / name).exists()]
+        try:
+            past = self._past("stage")
+            for file in there:  # the stage last: until then the peer is in it
+                file.rename(past / file.name)
+            sync_directory(past)
+            sync_directory(self.path)
+        except OSError as error:
+            raise StateError(f"cannot write {self.path} ({error.strerror}): make it writable") from None
 
     def _keep_durably(self, name: str, data: bytes) -> None:
         try:

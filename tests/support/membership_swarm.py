@@ -47,7 +47,7 @@ class MembershipSwarm(SimSwarm):
         self.seen: dict[PeerId, str] = {}
         self.stages: dict[PeerId, LocalStage] = {}
         self.reached: list[tuple[PeerId, tuple[str, ...]]] = []
-        self._starts = 0
+        self._starts, self.round = 0, 7
 
     async def reach(self, peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
         self.reached.append((peer, tuple(addresses)))
@@ -77,7 +77,7 @@ class MembershipSwarm(SimSwarm):
         nickname, stage = f"nick-{me.peer}", self.stages.get(me.peer)
         return Membership(
             transport,
-            LocalPeer(me, run, nonce, nickname, lambda: self.addresses[me.peer], lambda: 7, stage),
+            LocalPeer(me, run, nonce, nickname, lambda: self.addresses[me.peer], lambda: self.round, stage),
             clock=self.clocks[me.peer],
             signer=SimSigner(me.peer, 0),
             wanted=lambda: [peer for peer in self.members if peer != me.peer],

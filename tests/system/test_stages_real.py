@@ -75,3 +75,28 @@ def test_peers_keep_their_stage_through_deaths_and_restarts(tmp_path: Path) -> N
         kill(other)
         other.start("--bootstrap", founder.address, "--stage", "0")
         assert other.ends(30.0) == 2 and "holds stage 1 of this run, not 0: leave --stage out" in other.said()
+
+
+THREE = "stages = 3\n" + paced(elements=20_000, inner_steps=3)
+BEGINS_SECONDS = 90.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("joining", (0, 1, 2))
+def test_run_begins_without_its_founder(tmp_path: Path, joining: int) -> None:
+    """Killed while so many joiners ask for a stage. Restarted from its directory, it takes part in any stage."""
+    with ChoosingSwarm(tmp_path, THREE) as swarm:
+        founder = swarm.found("a")
+        (first,) = swarm.join("b", via=founder)
+        wait("b is in a stage", lambda: (first.directory / "stage.json").exists(), 60)
+        at = ("--bootstrap", founder.address, "--bootstrap", first.address)
+        others = [swarm.peer(name).start(*at) for name in "cd"[:joining]]
+        if joining:
+            wait("c asks", lambda: (others[0].directory / "manifest.bin").exists(), 60)
+        kill(founder)
+        others += [swarm.peer(name).start(*at) for name in "cd"[joining:]]
+        for peer in (first, *others):
+            wait(f"{peer.name} trains", lambda peer=peer: rounds(peer), BEGINS_SECONDS)  # type: ignore[misc]
+        assert sorted(peer.status()["stage"] for peer in (first, *others)) == [0, 1, 2]
+        founder.start("--bootstrap", first.address)
+        goes_on(founder, "in the stage that it was given")

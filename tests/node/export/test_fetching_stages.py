@@ -14,8 +14,9 @@ import torch
 from node.export.fetching import fetch_state, fetchable
 from node.export.trained_model import TrainedModel, load_trained
 from node.joining.bootstrap import BootstrapServer, RunInfo
-from node.joining.stages import Seats, StageAssigner, seat_of
+from node.joining.stages import StageAssigner
 from node.membership.hello import BOOTSTRAP_METHOD, StageReply, StageSeat, WantStage
+from node.membership.seats import Seats, seat_of
 from node.reporting.status import PeerStatus, public
 from node.tasks.hf.settings import ModelError
 from protocols.base import Member, PeerId, Stream, stage_scope
@@ -74,7 +75,7 @@ class StagedSwarm(SimSwarm):
         async def keep(seats: object) -> None:
             raise AssertionError("nobody gets a seat")
 
-        assigner = StageAssigner(me, self.manifest, seats, membership, self.peer(stage).transport, keep)
+        assigner = StageAssigner(me, seats, membership, self.peer(stage).transport, keep=keep, has_begun=lambda: True)
         known = tuple(
             PeerStatus(name, name, True, True, 1, "", number)
             for number, name in enumerate(self.names)
@@ -161,7 +162,7 @@ async def test_forged_seat_is_refused(swarm: StagedSwarm, tmp_path: Path) -> Non
     for stage in range(3):
         await swarm.rounds(stage, 5)
     swarm.tell_only(1, replace(swarm.seats[1], member=Member("mallory")))
-    why = "a seat in stage 1 that the run's founder has not signed"
+    why = "a seat in stage 1 that neither the founder nor a first member has signed"
     run = f"run {swarm.manifest.run_id[:12]}"
     line = await swarm.refused(tmp_path / "through-c", "c")
     assert line.startswith(f"{run}: no peer of stage 1 can be reached (b: {why}): give the address of one by")

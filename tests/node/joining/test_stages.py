@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from node.joining.stages import SEAT_SECONDS, Seats, StageAssigner, seat_of, seats_of, seats_to_bytes
-from node.membership.hello import ANY_STAGE, NO_STAGE, Hello, StageRejected, StageReply, StageSeat, WantStage
+from node.joining.stages import FOUNDER_SECONDS, SEAT_SECONDS, UPDATE, StageAssigner
+from node.membership.hello import (
+    ANY_STAGE,
+    NO_STAGE,
+    VERSION,
+    Hello,
+    StageRejected,
+    StageReply,
+    StageSeat,
+    WantStage,
+    WantStageBefore,
+)
+from node.membership.seats import Seats, seat_of, seats_of, seats_to_bytes
 from protocols.base import BadPayload, Member, PeerGone
 from tests.sim.host import SimSigner
 from tests.support.simulated import on_virtual_time
@@ -22,15 +34,15 @@ STAGES = 3
 MANIFEST: Any = SimpleNamespace(stages=(None,) * STAGES, run_id=bytes(32).hex(), founder=FOUNDER)
 
 
-def give(seats: Seats, stage: int, member: Member) -> StageSeat:
-    """Make a member the first of a stage, as the founder does."""
-    seat = seats.make(stage, member)
+def give(seats: Seats, stage: int, member: Member, by: StageSeat | None = None) -> StageSeat:
+    """Make a member the first of a stage, as the founder or the member of another seat does."""
+    seat = seats.make(stage, member, by)
     seats.add([seat])
     return seat
 
 
 def greeting(name: str, stage: int, *seats: StageSeat) -> Hello:
-    return Hello(2, bytes(32), Member(name), 1, name, (), stage, seats, b"")
+    return Hello(VERSION, bytes(32), Member(name), 1, name, (), stage, seats, b"")
 
 
 class Peers:
@@ -42,10 +54,22 @@ class Peers:
         if me == FOUNDER:
             give(self.seats, 0, FOUNDER)
         self.here: list[Any] = []
+        self.has_begun = False
         membership: Any = SimpleNamespace(
-            contacts=lambda: self.here, live=lambda: (me, *(each.member for each in self.here)), stage_of=lambda peer: 0
+            contacts=lambda: self.here,
+            contact=lambda peer: next((each for each in self.here if each.peer == peer), None),
+            live=lambda: (me, *(each.member for each in self.here if each.live)),
+            stage_of=lambda peer: 0,
         )
-        self.assigner = StageAssigner(me, MANIFEST, self.seats, membership, self, self.keep)  # type: ignore[arg-type]
+        has_begun = lambda: self.has_begun  # noqa: E731
+        self.assigner = StageAssigner(
+            me,
+            self.seats,
+            membership,
+            self,
+            keep=self.keep,
+            has_begun=has_begun,  # type: ignore[arg-type]
+        )
 
     def open(self, peer: str, method: str, deadline: float) -> Any:
         raise PeerGone(peer, "it sleeps")
@@ -53,7 +77,7 @@ class Peers:
     def meet(self, name: str, stage: int, rate: float = 0.0, seats: tuple[StageSeat, ...] = ()) -> None:
         hello, said = SimpleNamespace(seats=seats), SimpleNamespace(rate=rate)
         self.here.append(
-            SimpleNamespace(peer=name, member=Member(name), stage=stage, said=said, hello=hello, live=True)
+            SimpleNamespace(peer=name, member=Member(name), stage=stage, said=said, hello=hello, live=True, lost_at=0.0)
         )
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
@@ -61,7 +85,7 @@ class Peers:
         self.kept = seats_to_bytes(seats)
 
     async def ask(self, name: str, wanted: int = ANY_STAGE, by: str = "") -> StageReply | StageRejected:
-        return await self.assigner.assign(by or name, WantStage(Member(name), wanted))
+        return await self.assigner.assign(by or name, WantStage(VERSION, Member(name), wanted))
 
     async def stage(self, name: str, wanted: int = ANY_STAGE) -> int:
         answer = await self.ask(name, wanted)
@@ -84,36 +108,74 @@ async def test_each_stage_gets_one_first_member_and_its_seat_is_on_the_disk_firs
 
 @on_virtual_time
 async def test_joiner_that_never_comes_loses_its_seat_to_the_next() -> None:
-    """It lacked memory, or was a stranger. If it comes after all, with its old seat, nobody greets it."""
+    """It lacked memory, or was a stranger. If it comes after all, with its old seat, it is refused, and told why."""
     founder, other = Peers(), Peers(Member("other"))
     assert await founder.stage("a") == 1 and await founder.stage("b") == 2
     answer = await founder.ask("a", wanted=2)
     assert isinstance(answer, StageReply) and answer.stage == 2, "it may help the first one of stage 2"
     first = founder.seats.known[1]
-    founder.seats.judge(greeting("b", 2, founder.seats.known[2]))
+    founder.meet("b", 2, seats=(founder.seats.known[2],))
     assert await founder.stage("c", 1) == 1 and founder.seats.known[1] == first, "a has some time left"
     await asyncio.sleep(SEAT_SECONDS + 1.0)
     assert isinstance(await founder.ask("b", wanted=1), StageRejected), "one peer is the first of one stage"
     assert await founder.stage("c") == 1 and founder.seats.known[1].member == Member("c")
     assert founder.seats.known[2].member == Member("b")
-    founder.seats.judge(greeting("c", 1, founder.seats.known[1]))
     other.seats.add([first, founder.seats.known[1], first])
     for each in (founder, other):
         with pytest.raises(BadPayload, match="another one by now"):
             each.seats.judge(greeting("a", 1, first))
-    await asyncio.sleep(SEAT_SECONDS + 1.0)
-    await founder.stage("d", 1)
-    assert founder.seats.known[1].member == Member("c"), "it came, and may be away for long"
+
+
+@on_virtual_time
+async def test_no_seat_is_given_again_once_the_run_has_begun() -> None:
+    """By this peer's rounds, or by the word of the seat's member. Until then nothing is lost."""
+    for late in ("unheard", "heard", "used", "begun"):
+        founder = Peers()
+        seat = give(founder.seats, 1, Member("a"))
+        if late == "heard":
+            founder.seats.hear("b", (seat,))
+            assert not founder.seats.is_final(seat), "not its member"
+            founder.seats.hear("a", (seat,))
+        if late == "used":
+            founder.seats.add(Peers(Member("a")).seats.begun("a", (seat,)))
+        founder.has_begun = late == "begun"
+        await founder.ask("b", 2)
+        await asyncio.sleep(SEAT_SECONDS + 1.0)
+        assert await founder.stage("c", 1) == 1
+        assert founder.seats.known[1].member == Member("c" if late == "unheard" else "a"), late
+
+
+@on_virtual_time
+async def test_first_member_of_the_lowest_stage_gives_seats_without_the_founder() -> None:
+    """Not before the founder has been away for long, nor if a lower stage has a live first member."""
+    here, there = Peers(Member("a")), Peers(Member("b"))
+    founder = Seats(MANIFEST, SimSigner("founder", 0))
+    seats = [give(founder, 0, FOUNDER), give(founder, 1, Member("a"))]
+    here.seats.add(seats)
+    there.seats.add([*seats, give(founder, 2, Member("b"))])
+    there.meet("a", 1, seats=(seats[1],))
+    answer = await here.ask("c")
+    assert isinstance(answer, StageRejected) and "away" in answer.why
+    assert there.assigner.needed() == ()
+    await asyncio.sleep(FOUNDER_SECONDS + 1.0)
+    assert await here.stage("c") == 2 and seats_of(here.kept)[0].member == Member("c"), "on the disk first"
+    given = here.seats.line(2)
+    assert given == (here.seats.known[2], seats[1])
+    assert await here.stage("d") == 0 and here.seats.known[0].number == 1, "nothing was trained"
+    assert isinstance(await there.ask("e", 0), StageRejected), "a is to give it, and cannot be reached"
+    there.seats.judge(greeting("d", 0, *here.seats.line(0)))
+    assert there.seats.known[0].member == Member("d")
+    there.seats.add(given)
+    assert there.seats.known[2].member == Member("b"), "of two with the same number, the one with the shorter line"
 
 
 def test_greetings_without_the_own_stages_seat_are_refused() -> None:
-    founder = Peers()
-    seat = give(founder.seats, 1, Member("a"))
+    seats = Seats(MANIFEST, SimSigner("founder", 0))
+    seat = give(seats, 1, Member("a"))
     for hello in (greeting("a", 2, seat), greeting("a", 1), greeting("a", 1, replace(seat, member=Member("x")))):
         with pytest.raises(BadPayload):
-            founder.seats.judge(hello)
-    founder.seats.judge(greeting("x", 1, seat))
-    assert not founder.seats.came
+            seats.judge(hello)
+    seats.judge(greeting("x", 1, seat))
 
 
 @on_virtual_time
@@ -130,15 +192,77 @@ async def test_weakest_stage_gets_the_next_joiner() -> None:
     assert await founder.stage("g") == 0, "d, e and f never came"
 
 
-def test_seats_that_the_founder_has_not_signed_are_refused() -> None:
-    founder, other = Peers(), Peers(Member("other"))
-    genuine = give(founder.seats, 1, Member("a"))
-    other.seats.add([genuine])
-    forged = (*variants(genuine), Peers(Member("mallory")).seats.make(2, Member("mallory")))
+def signer(name: str) -> Seats:
+    return Seats(MANIFEST, SimSigner(name, 0))
+
+
+def test_seats_that_neither_founder_nor_first_member_has_signed_are_refused() -> None:
+    """Also one that a first member has signed, without its own seat; and a line of more seats than stages."""
+    founder, other = signer("founder"), signer("other")
+    genuine = give(founder, 1, Member("a"))
+    other.add([genuine])
+    used = signer("a").begun("a", (genuine,))[0]
+    delegated = signer("a").make(2, Member("b"), genuine)
+    loop = signer("b").make(0, Member("c"), delegated)
+    forged = [
+        *variants(genuine),
+        signer("mallory").make(2, Member("mallory")),
+        signer("b").make(2, Member("b"), genuine),
+    ]
+    forged += [replace(genuine, used=b"x"), replace(used, used=signer("b").begun("b", (genuine,))[0].signature)]
+    forged += [replace(delegated, by=bytes(32)), signer("c").make(1, Member("d"), loop)]
     for seat in forged:
-        with pytest.raises(BadPayload, match="has not signed"):
-            other.seats.add([seat])
-    assert other.seats.known == {1: genuine} and other.seats.missing == (0, 2)
+        with pytest.raises(BadPayload, match="has signed"):
+            other.add([seat])
+    assert other.known == {1: genuine} and other.missing == (0, 2)
+    with pytest.raises(BadPayload, match="has signed"):
+        signer("x").add([delegated])
+    longest = [genuine, delegated, loop, signer("c").make(1, Member("d"), loop)]
+    with pytest.raises(BadPayload, match="has signed"):
+        other.add(longest)
+    other.add(reversed(longest[:3]))
+    assert other.line(0) == (loop, delegated, genuine) and set(other.told()) == {genuine, delegated, loop}
+
+
+def renumbered(name: str, seat: StageSeat, number: int) -> StageSeat:
+    seat = replace(seat, number=number)
+    return replace(seat, signature=SimSigner(name, 0).sign(signer(name)._signed(seat)))
+
+
+def test_all_orders_of_seats_end_with_the_same_one() -> None:
+    """The higher number counts, else the shorter line. Once a seat is used, no other one of its stage counts."""
+    founder, a, b = signer("founder"), signer("a"), signer("b")
+    first = give(founder, 1, Member("a"))
+    second = a.make(0, Member("b"), first)
+    x, y, z = founder.make(2, Member("x")), a.make(2, Member("y"), first), b.make(2, Member("z"), second)
+    lines = [(x,), (y, first), (z, second, first)]
+    higher = renumbered("b", z, 5), second, first
+    for some, winner in ((lines, x), (lines[1:], y), ([*lines, higher], higher[0])):
+        for order in permutations(some):
+            seen = signer("seen")
+            for line in order:
+                seen.add(line)
+            assert seen.known[2] == winner
+    seen.add(signer("x").begun("x", (x,)))
+    assert seen.known[2].member == Member("x") and not seen.counts(higher[0])
+    seen.add([renumbered("a", y, 9)])
+    seen.add(signer("z").begun("z", higher))
+    assert seen.known[2].member == Member("x"), "it was used first, as far as this peer knows"
+
+
+@on_virtual_time
+async def test_joiners_of_an_older_protocol_are_told_to_update() -> None:
+    founder = Peers()
+    for request in (WantStageBefore(Member("a"), ANY_STAGE), WantStage(VERSION + 1, Member("a"), ANY_STAGE)):
+        assert await founder.assigner.assign("a", request) == StageRejected(UPDATE)
+    assert founder.seats.missing == (1, 2)
+
+
+def test_seats_of_an_older_state_directory_are_the_founders() -> None:
+    seats = signer("founder")
+    seat = give(seats, 1, Member("a"))
+    kept = seats_to_bytes([seat])
+    assert b"by" not in kept and b"used" not in kept and seats_of(kept) == (seat,)
 
 
 @on_virtual_time
@@ -155,7 +279,7 @@ async def test_only_live_peers_ask_for_others() -> None:
 async def test_without_the_founder_others_answer_once_they_know_all_seats() -> None:
     founder, other = Peers(), Peers(Member("other"))
     answer = await other.ask("x")
-    assert isinstance(answer, StageRejected) and "founder is away" in answer.why
+    assert isinstance(answer, StageRejected) and "is away" in answer.why
     answer = await other.ask("x", wanted=3)
     assert answer == StageRejected("the run has the stages 0 to 2, and no stage 3")
     seats = [founder.seats.known[0], give(founder.seats, 1, Member("a")), give(founder.seats, 2, Member("b"))]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +19,16 @@ from node.membership.hello import (
     Hello,
     HelloRejected,
     PeerAddress,
-    StageSeat,
     Welcome,
 )
 from node.membership.peer_record import MAX_FAILURES
+from node.membership.seats import Seats
 from node.outer.activity import Activity
 from node.outer.sketch import sketch
 from protocols import wire
 from protocols.base import Member
-from tests.support.membership_swarm import MembershipSwarm, greeting
+from tests.sim.host import SimSigner
+from tests.support.membership_swarm import RUN, MembershipSwarm, greeting
 from tests.support.simulated import on_virtual_time
 from tests.support.waiting import until
 
@@ -136,16 +139,26 @@ async def test_peer_that_is_away_counts_as_absent(swarm: MembershipSwarm) -> Non
         assert not a.compare(SKETCH), "an old sketch would raise everybody's spread"
 
 
+def seated(name: str, stage: int, founder: str, number: int = 0) -> LocalStage:
+    """The first member of a stage, by a seat that the founder has signed."""
+    manifest: Any = SimpleNamespace(stages=(None,) * 3, run_id=RUN.hex(), founder=Member(founder))
+    seat = replace(Seats(manifest, SimSigner(founder, 0)).make(stage, Member(name)), number=number)
+    seat = replace(seat, signature=SimSigner(founder, 0).sign(Seats(manifest, SimSigner(name, 0))._signed(seat)))
+    seats = Seats(manifest, SimSigner(name, 0))
+    seats.add([seat])
+    return LocalStage((seat,), seats)
+
+
 @on_virtual_time
 async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) -> None:
     """Rounds at once, since stage 0 is the clock of all others; rates with a heartbeat."""
-    seat = StageSeat(2, Member("b"), 0, b"signed")
-    swarm.stages = {"a": LocalStage(replace(seat, stage=0)), "b": LocalStage(seat)}
+    stages = {name: seated(name, stage, "a") for stage, name in ((0, "a"), (2, "b"), (1, "c"))}
+    swarm.stages = stages
     await swarm.meet("abc")
     a, b, c = (swarm.members[name] for name in "abc")
-    assert [c.stage_of(name) for name in "abc"] == [0, 2, 0] and c.stage_of("nobody") is None
-    assert a.peers() == ["c"] and b.peers() == [], "a state is fetched from peers of the own stage only"
-    assert swarm.contacts("c")["b"].hello and swarm.contacts("c")["b"].hello.seats == (seat,)
+    assert [c.stage_of(name) for name in "abc"] == [0, 2, 1] and c.stage_of("nobody") is None
+    assert a.peers() == b.peers() == [], "a state is fetched from peers of the own stage only"
+    assert swarm.contacts("c")["b"].hello and swarm.contacts("c")["b"].hello.seats[0].member == Member("b")
     await asyncio.sleep(0.5)
     a.announce_rounds(7)
     a.announce_rounds(5)
@@ -153,6 +166,23 @@ async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) 
     await until(lambda: b.rounds_of("a") == c.rounds_of("a") == 7, 0.2)
     await until(lambda: swarm.contacts("a")["b"].said.rate == 12.5, 2.0)
     assert a.rounds_of("a") == 7 and b.rounds_of("nobody") == 0
+
+
+@on_virtual_time
+async def test_peer_whose_seat_another_has_is_dropped_and_told(swarm: MembershipSwarm) -> None:
+    """It was live, before any round. The other shows a later seat of the stage; the two cannot reach each other."""
+    swarm.round = 0
+    swarm.stages = {name: seated(name, stage, "a") for stage, name in ((0, "a"), (2, "b"))}
+    await swarm.meet("ab")
+    swarm.network.join("c")
+    swarm.network.kill("c")
+    swarm.cut("b", "c")
+    swarm.stages["c"] = seated("c", 2, "a", number=1)
+    swarm.start("c")
+    await until(lambda: swarm.sees("a") == ["a", "c"], 12.0)
+    b = swarm.stages["b"]
+    await until(lambda: not b.seats.counts(b.seat), 12.0)
+    assert b.seats.known[2].member == Member("c") and not swarm.network.bugs
 
 
 @on_virtual_time
