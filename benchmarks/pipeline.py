@@ -1,6 +1,6 @@
 """Pipelines of unequal, unreliable peers: SWARM routing beside fixed columns.
 
-    python -m benchmarks.pipeline throughput [--seeds 0:3] [--json FILE]
+    python -m benchmarks.pipeline throughput [--seeds 0:3] [--lookahead 8] [--json FILE]
     python -m benchmarks.pipeline churn [--seeds 0:3]
     python -m benchmarks.pipeline microbatches [--seeds 0:2]
     python -m benchmarks.pipeline silence [--seeds 0:6]
@@ -108,12 +108,13 @@ def swarm(
     faults: Faults,
     seconds: float,
     batches: int = BATCHES,
+    lookahead: int = 0,
 ) -> MeasuredWorld:
     """A world that has run for so long.
 
     Args:
         rates: microbatches/s of the replicas of each stage.
-        batches: B.
+        batches, lookahead: B and A.
     """
     stages = len(rates)
     times = [batches / rates[index % stages][index // stages]
@@ -131,6 +132,7 @@ def swarm(
         jitter=False,
         stages=stages,
         batches=batches,
+        lookahead=lookahead,
     )
     world = MeasuredWorld(scenario, seconds)
     simloop.run(world.run())
@@ -180,21 +182,21 @@ def columns(rates: Sequence[Sequence[float]], away: Sequence[tuple[int, float]] 
     return total
 
 
-def throughput(seed: int) -> list[Throughput]:
+def throughput(seed: int, lookahead: int) -> list[Throughput]:
     """Compare both routings for both kinds of speeds, between two rounds."""
     found = []
     for each in MICROBATCH_SECONDS:
         measured = MEASURED_SECONDS * max(1.0, each)
         for what, speeds in SPEEDS.items():
             rates = shuffled(speeds, each, seed)
-            world = swarm(rates, seed, 1_000_000, Faults(), WARM_SECONDS + measured)
-            capacity = sum(rates[0])
+            seconds, capacity = WARM_SECONDS + measured, sum(rates[0])
+            world = swarm(rates, seed, 1_000_000, Faults(), seconds, lookahead=lookahead)
             rate = world.rate(WARM_SECONDS) / capacity
             found.append(Throughput(f"{what}, {each:g} s", seed, rate, columns(rates) / capacity))
     return found
 
 
-def churn(seed: int) -> list[Throughput]:
+def churn(seed: int, lookahead: int) -> list[Throughput]:
     """Compare both routings under the same restarts, drawn from the seed."""
     rng = random.Random(f"churn/{seed}")
     peers, away, time = STAGES * REPLICAS, [], WARM_SECONDS
@@ -208,12 +210,13 @@ def churn(seed: int) -> list[Throughput]:
             free[index] = at + AWAY_SECONDS + 1.0
     rates = shuffled(SPEEDS["equal"], CHURN_MICROBATCH_SECONDS, seed)
     faults = Faults().also(*(Crash(f"p{index}", at, AWAY_SECONDS) for index, at in kept))
-    rate = swarm(rates, seed, CHURN_STEPS, faults, CHURN_SECONDS).rate(WARM_SECONDS) / sum(rates[0])
+    world = swarm(rates, seed, CHURN_STEPS, faults, CHURN_SECONDS, lookahead=lookahead)
+    rate = world.rate(WARM_SECONDS) / sum(rates[0])
     fixed = columns(rates, sorted(kept, key=lambda each: each[1]), CHURN_SECONDS) / sum(rates[0])
     return [Throughput("churn", seed, rate, fixed)]
 
 
-def microbatches(numbers: Sequence[int]) -> None:
+def microbatches(numbers: Sequence[int], lookahead: int) -> None:
     """Print the share of the capacity by stages and microbatches; means over the seeds."""
     print("| stages | " + " | ".join(f"{batches} microbatches" for batches in BATCH_NUMBERS) + " |")
     print("|---" * (1 + len(BATCH_NUMBERS)) + "|")
@@ -222,7 +225,7 @@ def microbatches(numbers: Sequence[int]) -> None:
         cells = []
         for batches in BATCH_NUMBERS:
             seconds = WARM_SECONDS + MEASURED_SECONDS
-            worlds = (swarm(rates, seed, 1_000_000, Faults(), seconds, batches) for seed in numbers)
+            worlds = (swarm(rates, seed, 1_000_000, Faults(), seconds, batches, lookahead) for seed in numbers)
             cells.append(f"{fmean(world.rate(WARM_SECONDS) for world in worlds) / sum(rates[0]):.2f}")
         print(f"| {stages} | {' | '.join(cells)} |", flush=True)
 
@@ -266,17 +269,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline", description="Pipelines of unequal, unreliable peers.")
     parser.add_argument("experiment", choices=("throughput", "churn", "microbatches", "silence"))
     parser.add_argument("--seeds", type=seeds, default=range(3))
+    parser.add_argument("--lookahead", type=int, default=0, help="A, microbatches of the next step (default: 0)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
     prepare()
-    if options.experiment in ("microbatches", "silence"):
-        (microbatches if options.experiment == "microbatches" else silence)(options.seeds)
+    if options.experiment == "microbatches":
+        microbatches(options.seeds, options.lookahead)
+        return 0
+    if options.experiment == "silence":
+        silence(options.seeds)
         return 0
     play = throughput if options.experiment == "throughput" else churn
     found = []
     print("| speeds | seed | SWARM | fixed columns | ratio |\n|---|---|---|---|---|")
     for seed in options.seeds:
-        for each in play(seed):
+        for each in play(seed, options.lookahead):
             found.append(each)
             print(f"| {each.what} | {seed} | {each.swarm:.2f} | {each.columns:.2f} | {each.swarm / each.columns:.2f} |")
             sys.stdout.flush()

@@ -33,15 +33,17 @@ from node.tasks.gpt import GptTask
 from node.tasks.gpt_presets import Preset, preset
 from node.tasks.gpt_stage import GptStage, GptStageTask, block_names
 from node.tasks.partition import BlockCost, Partition, cut
-from node.tasks.recipe import Recipe
+from node.tasks.recipe import InnerOptimizerName, Recipe
 from node.tasks.text import load
 from node.training.activations import CODECS, ActivationCodec
 from node.training.stage_learner import StageLearner
 from node.training.task_learner import TaskLearner
+from node.training.trainer import Learner, LocalTraining
 from protocols.base import Buffer, Host, LocalProgress, Member, RoundKey, Trainer
 from protocols.pipeline.job import Payload
 from protocols.pipeline.settings import PipelineSettings
 from tests.sim.arguments import Parser, at_least_one, seeds
+from tests.sim.inline_stage import InlineStage
 from tests.sim.pipeline_world import PipelineWorld
 from tests.sim.scenario import Scenario
 from tests.sim.world import RUN, World, play
@@ -73,17 +75,24 @@ class StagedRun:
     rounds: int = ROUNDS
     inner_steps: int = INNER_STEPS
     codec: str = "bf16"  # of activations and gradients
+    optimizer: InnerOptimizerName = "adamw"
+    lookahead: int = 0
 
     def name(self) -> str:
         sizes = f"stages={self.stages} peers={self.peers} rounds={self.rounds} H={self.inner_steps}"
-        codec = "" if self.codec == "bf16" else f" {self.codec}"
-        return f"{PRESET} {sizes} B={BATCHES}{codec} {self.seed}"
+        more = "" if self.codec == "bf16" else f" {self.codec}"
+        more += "" if self.optimizer == "adamw" else f" {self.optimizer}"
+        more += f" A={self.lookahead}" if self.lookahead else ""
+        return f"{PRESET} {sizes} B={BATCHES}{more} {self.seed}"
 
     @property
     def preset(self) -> Preset:
         """The preset with this run's changes: the tokens of a step in `BATCHES` microbatches."""
         given = preset(PRESET)
-        recipe = Recipe(self.inner_steps, self.rounds, 3e-3, 0.9, 0.5, batches=BATCHES)
+        recipe = Recipe(
+            self.inner_steps, self.rounds, 3e-3, 0.9, 0.5, batches=BATCHES, inner_optimizer=self.optimizer,
+            lookahead=self.lookahead or None,
+        )  # fmt: skip
         return replace(given, rows=given.rows // BATCHES, recipe=recipe)
 
     def partition(self) -> Partition:
@@ -170,6 +179,21 @@ class WholeWorld(_Evaluation):
         return exact(InlineTrainer(learner, self._run.inner_steps, step_seconds=1.0))
 
 
+class RoundOfTokens(LocalTraining):
+    """A driver's round that is complete at a number of tokens: with lookahead, steps hold B microbatches or more."""
+
+    def __init__(self, learner: Learner, inner_steps: int, tokens: int) -> None:
+        super().__init__(learner, inner_steps)
+        self._due_tokens = tokens
+
+    @property
+    def complete(self) -> bool:
+        return self.tokens >= self._due_tokens
+
+    def due(self, soon: bool = False) -> bool:
+        return super().due(soon) or self.complete
+
+
 class StagedWorld(_Evaluation, PipelineWorld):
     """A pipeline of real stages: peer i is replica i div S of stage i mod S."""
 
@@ -179,7 +203,14 @@ class StagedWorld(_Evaluation, PipelineWorld):
         self.microbatch_tokens = self._codec.shape.tokens
 
     def pipeline(self) -> PipelineSettings:
-        return PipelineSettings(RUN, self._run.stages, BATCHES, self._codec.sizes)
+        return PipelineSettings(RUN, self._run.stages, BATCHES, self._codec.sizes, self._run.lookahead)
+
+    def replica_on(self, index: int, me: Member) -> InlineStage:
+        replica = super().replica_on(index, me)
+        if self.stage(me.peer) == 0 and self._run.lookahead:
+            tokens = self._run.inner_steps * BATCHES * self.microbatch_tokens
+            replica.local_training = RoundOfTokens(replica.compute, self._run.inner_steps, tokens)
+        return replica
 
     def check_payload(self, data: Buffer, payload: Payload) -> None:
         self._codec.check(data, payload)
@@ -212,6 +243,7 @@ def perform(run: StagedRun) -> tuple[History, float]:
         step_seconds=(1.0,) * peers,
         stages=run.stages,
         batches=BATCHES,
+        lookahead=run.lookahead,
     )
     began, history = time.perf_counter(), History()
     world: Callable[..., World] = StagedWorld if run.stages > 1 else WholeWorld

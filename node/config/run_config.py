@@ -201,7 +201,9 @@ class RunConfig:
     def _check_stages(self) -> None:
         stages = self.stages
         if stages == 1:
-            if given := [name for name in ("activations", "gradients") if getattr(self, name) is not None]:
+            given = [name for name in ("activations", "gradients") if getattr(self, name) is not None]
+            given += ["recipe.lookahead"] * (self.recipe.lookahead is not None)
+            if given:
                 raise ValueError(f"{given[0]} is for runs with stages: give stages, too, or leave it out")
             return
         if self.protocol != "butterfly":
@@ -215,9 +217,10 @@ class RunConfig:
         if self.gpt is not None:
             self.gpt.require_stages(stages)
             tokens, codecs = self.gpt.rows * self.gpt.context, (self.activation_codec, self.gradient_codec)
-            held = batches * sum(activation_bytes(codec, tokens, self.gpt.width) for codec in codecs)
+            places = batches + (self.recipe.lookahead or 0)
+            held = places * sum(activation_bytes(codec, tokens, self.gpt.width) for codec in codecs)
             if held > MAX_LEASED_BYTES:
-                what = f"{batches} microbatches would take {held / 2**20:.0f} MiB of each replica's memory"
+                what = f"{places} microbatches would take {held / 2**20:.0f} MiB of each replica's memory"
                 raise ValueError(f"{what}, more than {MAX_LEASED_BYTES >> 20}: take fewer gpt.rows")
         elif self.paced is not None and self.paced.elements < stages:
             raise ValueError(f"{self.paced.elements} elements cannot be cut into {stages} stages")

@@ -52,7 +52,8 @@ class StagePlan:
                 f"set recipe.batches to {LEAST_BATCHES} or more",
             )
         share = expected_share(stages, batches)
-        expected = f": expect about {share:.0%} of the capacity with {stages} stages" if share else ""
+        about = "at least" if config.recipe.lookahead else "about"  # measured without
+        expected = f": expect {about} {share:.0%} of the capacity with {stages} stages" if share else ""
         return (f"a step is {batches} microbatches{expected}; more recipe.batches waste less",)
 
 

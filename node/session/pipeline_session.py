@@ -71,7 +71,9 @@ class PipelineSession:
         self._driven_at = loop_time()
         self._clock: Callable[[], int] = lambda: 0
         config, run = manifest.config, bytes.fromhex(manifest.run_id)
-        self._settings = PipelineSettings(run, self._stages, config.recipe.batches, remote.sizes)
+        self._settings = PipelineSettings(
+            run, self._stages, config.recipe.batches, remote.sizes, config.recipe.lookahead or 0
+        )
         settings = Settings(config.codec, manifest.elements_of(stage), incarnation=me.incarnation)
         self._endpoint = ProtocolEndpoint(host, settings)
         self._driver: PipelineDriver | None = None

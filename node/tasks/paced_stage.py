@@ -1,8 +1,8 @@
 """The paced task in a stage, a module of its own: runs without stages load nothing of pipelines.
 
-An activation is a hash of its input, the replica and the epoch of its weights. A backward computes it again, and the
-gradient that it is given must name the same activation. So a backward at another replica than its forward's, or in
-other weights, cannot pass unseen.
+An activation is a hash of its input, the replica and the epoch of its weights. A backward computes it again, in the
+present epoch or, if it is stale, in that before the last step; the gradient that it is given must name the same
+activation. So a backward at another replica than its forward's, or in other weights, cannot pass unseen.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class PacedStage(Paced):
         super().__init__(elements, seed, tokens, allocate, resume)
         self._me = me
         self._epoch = 0
+        self._before: int | None = None  # the epoch before the last step
         self._microbatches = 0
 
     def run(self, job: StageJob, outer: Vector | None = None) -> JobResult:
@@ -55,25 +56,29 @@ class PacedStage(Paced):
         match kind:
             case JobKind.DRAW:
                 self.position += 1
-                y = self._activation(self._batch(self.position))
+                y = self._activation(self._batch(self.position), self._epoch)
                 return JobResult((y, bytes(SIZES.target_bytes)), self.position)
             case JobKind.FORWARD:
-                return JobResult((self._activation(job.payloads[0]),))
+                return JobResult((self._activation(job.payloads[0], self._epoch),))
             case JobKind.LOSS:
                 self._microbatches += 1
                 return JobResult((_gradient(job.payloads[0]),), loss=1.0)
             case JobKind.BACKWARD:
                 x, gradient = job.payloads
-                self._accumulate(x, gradient)
+                self._accumulate(x, gradient, job.stale)
                 return JobResult((_gradient(x),))
             case JobKind.FINISH:
-                self._accumulate(self._batch(job.number), job.payloads[0])
+                self._accumulate(self._batch(job.number), job.payloads[0], job.stale)
                 return JobResult()
         raise ValueError(f"the paced task has no job {kind.value}")
 
     def discard(self) -> None:
+        self._change()
+        self._before = None
+
+    def _change(self) -> None:
         self._microbatches = 0
-        self._epoch += 1
+        self._before, self._epoch = self._epoch, self._epoch + 1
 
     def step(self, round_number: int, step: int) -> Step:
         """Move as `Paced` does, and count the tokens of the microbatches since the last step."""
@@ -81,21 +86,20 @@ class PacedStage(Paced):
         moved = super().step(round_number, step)
         self.position = position  # of a stage, it counts batches
         tokens = moved.tokens * self._microbatches
-        self.discard()
+        self._change()
         return Step(moved.loss, tokens)
 
     def _batch(self, position: int) -> bytes:
         return f"{self._me}/{position}".encode()
 
-    def _accumulate(self, x: Buffer, gradient: Buffer) -> None:
-        if bytes(gradient) != _gradient(self._activation(x)):
-            raise WrongWeights(
-                f"{self._me}: a gradient for an output that its weights of epoch {self._epoch} never gave"
-            )
+    def _accumulate(self, x: Buffer, gradient: Buffer, stale: bool) -> None:
+        epoch = self._before if stale else self._epoch
+        if epoch is None or bytes(gradient) != _gradient(self._activation(x, epoch)):
+            raise WrongWeights(f"{self._me}: a gradient for an output that its weights of epoch {epoch} never gave")
         self._microbatches += 1
 
-    def _activation(self, x: Buffer) -> bytes:
-        return _filled(hashlib.sha256(f"{self._me}/{self._epoch}/".encode() + bytes(x)).digest())
+    def _activation(self, x: Buffer, epoch: int) -> bytes:
+        return _filled(hashlib.sha256(f"{self._me}/{epoch}/".encode() + bytes(x)).digest())
 
 
 def _gradient(activation: Buffer) -> bytes:

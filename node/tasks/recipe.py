@@ -12,6 +12,9 @@ MAX_ELEMENTS = 1 << 31  # largest number of parameters of a run
 MAX_FRAGMENTS = 64
 """Fragments that the parameters may be cut into."""
 
+MAX_LOOKAHEAD = 64
+"""Microbatches of the next inner step that a replica may admit."""
+
 OptionValue: TypeAlias = bool | int | float | str  # the value of an option of a user's own task
 
 InnerOptimizerName = Literal["adamw", "muon"]
@@ -79,6 +82,12 @@ class Recipe:
         None,
     )
 
+    lookahead: int | None = described(
+        "Only for stages: microbatches of the next inner step that a replica admits before its present one is complete "
+        "(docs/pipeline.md). They keep unequal replicas busy; some gradients are one step old. left out: none.",
+        None,
+    )
+
     def __post_init__(self) -> None:
         for name in ("inner_steps", "rounds", "batches"):
             require(self, name, lambda value: value >= 1, "at least 1")
@@ -93,6 +102,8 @@ class Recipe:
                 raise ValueError("outer_decay and outer_pull cannot be combined: set one of them")
         if self.fragments is not None:
             require(self, "fragments", lambda value: 2 <= value <= MAX_FRAGMENTS, f"between 2 and {MAX_FRAGMENTS}")
+        if self.lookahead is not None:
+            require(self, "lookahead", lambda value: 0 <= value <= MAX_LOOKAHEAD, f"between 0 and {MAX_LOOKAHEAD}")
         require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
         if self.outer_pull is not None:
             most = most_pull(self.outer_momentum)

@@ -79,7 +79,7 @@ class RemoteStage(RemoteTrainer):
     async def run(self, job: StageJob) -> JobResult:
         self._slots.put(job.payloads)
         try:
-            answer = await self._ask({"do": job.kind.value, "number": job.number, "loss": job.loss})
+            answer = await self._ask({"do": job.kind.value, "number": job.number, "loss": job.loss, "stale": job.stale})
         except WorkerError as error:
             raise BadPayload(str(error)) from error
         except WorkerGone:

@@ -32,12 +32,13 @@ class StageCompute(Learner, Protocol):
     def run(self, job: StageJob, outer: Vector | None = None) -> JobResult:
         """Compute a job; of an outer kind, with this vector, if given, instead of its own.
 
-        Raises `BadPayload`, or `LeaseLost` if what it gives is not finite. The next step is left out then, if the job
-        has added to the gradient.
+        A stale job computes with the weights before the last step, which are gone after `discard`. Raises `BadPayload`,
+        or `LeaseLost` if what it gives is not finite. The next step is left out then, if the job has added to the
+        gradient.
         """
 
     def discard(self) -> None:
-        """Drop the gradients since the last step."""
+        """Drop the gradients since the last step, and the weights before it."""
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ class StageLearner:
         self.position = 0
         self._task, self._codec, self._seed = task, codec, seed
         self._device = flat.vector.device
+        self._before = torch.empty_like(flat.vector) if recipe.lookahead else None  # the weights before the last step
+        self._has_before = False
         self._optimizer = FlatOptimizer(flat.layout, flat.vector, gradient=flat.gradient, recipe=recipe)
         self._graphs = KeptGraphs(task.module)
         self._accumulated = _Accumulated()
@@ -87,9 +90,12 @@ class StageLearner:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def run(self, job: StageJob, outer: Vector | None = None) -> JobResult:
-        if not job.kind.is_outer:
-            return self._run(job)
-        with torch.no_grad(), self._using(outer):
+        if job.kind.is_outer:
+            with torch.no_grad(), self._using(outer):
+                return self._run(job)
+        if job.stale and not self._has_before:
+            raise RuntimeError(f"{job.kind.value} in the weights before a step, and none are kept")
+        with self._using(self._before if job.stale else None):
             return self._run(job)
 
     def _run(self, job: StageJob) -> JobResult:
@@ -101,7 +107,7 @@ class StageLearner:
             case JobKind.FORWARD | JobKind.OUTER_FORWARD:
                 return JobResult((self._forward(job.payloads[0]),))
             case JobKind.BACKWARD:
-                return self._backward(*job.payloads)
+                return self._backward(job)
             case JobKind.LOSS:
                 return self._loss(*job.payloads)
             case JobKind.OUTER_SAMPLE:
@@ -134,9 +140,11 @@ class StageLearner:
     def _forward(self, x: Buffer) -> bytes:
         return self._codec.encode(self._graphs.forward(bytes(x), self._decoded(x).requires_grad_()))
 
-    def _backward(self, x: Buffer, gradient: Buffer) -> JobResult:
+    def _backward(self, job: StageJob) -> JobResult:
+        x, gradient = job.payloads
         given = self._decoded(gradient, Payload.GRADIENT)
-        taken, output = self._graphs.pop(bytes(x), lambda: self._decoded(x).requires_grad_())
+        key = None if job.stale else bytes(x)  # an equal input may have been forwarded in the present weights
+        taken, output = self._graphs.pop(key, lambda: self._decoded(x).requires_grad_())
         output.backward(given)  # type: ignore[no-untyped-call]
         return self._counted(taken)
 
@@ -186,7 +194,10 @@ class StageLearner:
 
     @contextmanager
     def _using(self, vector: Vector | None) -> Iterator[None]:
-        """Compute with these parameters, if given, instead of the learner's own. Nothing is copied."""
+        """Compute with these parameters, if given, instead of the learner's own. Nothing is copied.
+
+        Gradients are added to the learner's own all the same.
+        """
         if vector is None:
             yield
             return
@@ -204,6 +215,10 @@ class StageLearner:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
+        self._clear()
+        self._has_before = False
+
+    def _clear(self) -> None:
         self._graphs.clear()
         self._optimizer.clear()
         self._accumulated = _Accumulated()
@@ -212,8 +227,11 @@ class StageLearner:
         """Skipped if a gradient was not finite. The loss is nan in a middle stage, which measures none."""
         done = self._accumulated
         self._graphs.clear()
+        if self._before is not None:
+            self._before.copy_(self.vector)
+            self._has_before = True
         stepped = not done.is_spoiled and self._optimizer.step(round_number, step, max(1, done.count))
-        self.discard()
+        self._clear()
         if not stepped:
             return Step(math.nan, 0)
         return Step(done.loss / done.losses if done.losses else math.nan, done.tokens)

@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -140,10 +140,10 @@ class LeasedStage:
     async def _leased(self, job: StageJob, lease: Lease) -> JobResult:
         counts = job.kind.adds_gradient
         async with self._replica.turn():
-            _require_valid(lease.begin_backward() if counts else not lease.is_void)
+            _require_valid(lease.begin_backward() if counts else lease.begin_forward())
             began = loop_time()
             try:
-                result = await self._replica.run(job)
+                result = await self._replica.run(replace(job, stale=lease.is_stale))
             except BaseException:
                 lease.fail()
                 raise

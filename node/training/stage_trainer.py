@@ -1,6 +1,6 @@
 """Trainers of a pipeline's peers: one drives microbatches through all stages, the others serve them.
 
-Both take an optimiser step whenever B microbatches are counted at this peer, and leave everything else to the outer
+Both take an optimiser step whenever one is due (`StepAdmission`), and leave everything else to the outer
 loop: the pseudo-gradient of a stage is measured, weighted by its tokens and averaged as that of a whole model.
 """
 
@@ -67,7 +67,8 @@ class _StageTrainer:
 
     def void(self) -> None:
         """The weights or the gradients have changed: all leases are void, and what was counted is dropped."""
-        self._change_epoch("voided")
+        self._tell("voided")
+        self._admission.void()
 
     def lose(self) -> None:
         """The replica cannot compute any more, and has lost its gradients and its steps since the anchor. No microbatch
@@ -104,7 +105,7 @@ class _StageTrainer:
         assert self._key
         async with self._admitting():
             while not decided.is_set() and self._may_train_alone():
-                if self._admission.is_full:
+                if self._admission.is_due:
                     await self._replica.step(self._key.round, self._stepped)
                 else:
                     await self._wait(decided)
@@ -144,16 +145,16 @@ class _StageTrainer:
     async def _wait(self, cut: asyncio.Event) -> None:
         """Wait for a step that is due, the cut, or a rest."""
         await self._admission.changed.reached(
-            lambda: self._admission.is_full or cut.is_set() or self._gate.resting, loop_time() + LOOK_SECONDS
+            lambda: self._admission.is_due or cut.is_set() or self._gate.resting, loop_time() + LOOK_SECONDS
         )
 
     def _stepped(self) -> None:
-        self._change_epoch("stepped")
+        self._tell("stepped")
+        self._admission.stepped()
 
-    def _change_epoch(self, kind: str) -> None:
-        training, admission = self._training, self._admission
-        training.watch(PipelineEvent(kind, training.me, 0, training.stage, training.me, admission.epoch))
-        admission.next_epoch()
+    def _tell(self, kind: str) -> None:
+        training = self._training
+        training.watch(PipelineEvent(kind, training.me, 0, training.stage, training.me, self._admission.epoch))
 
 
 class ServingTrainer(_StageTrainer):
@@ -191,7 +192,7 @@ class ServingTrainer(_StageTrainer):
             while not cut.is_set():
                 if self._gate.resting:
                     await self._rest(cut, offer)
-                elif admission.is_full:
+                elif admission.is_due:
                     _, due = await self._replica.step(key.round, self._stepped)
                     if due:
                         offer(due)
@@ -258,7 +259,7 @@ class DrivingTrainer(_StageTrainer):
         while not cut.is_set() and (surplus or not complete):
             if self._gate.resting:
                 await self._rest(cut, progress)
-            elif admission.is_full:
+            elif admission.is_due:
                 complete, due = await self._replica.step(key.round, self._stepped)
                 if due:
                     progress(self._offer(due))

@@ -2,7 +2,7 @@
 
     python -m node.training.stage_worker MEMORY SOCKET      # as node.training.worker, whose commands it has, too
 
-    do: a JobKind, number, loss      inputs: its payloads           -> done: JobResult; result: its payloads; or lost
+    do: a JobKind, number, loss, stale  inputs: its payloads        -> done: JobResult; result: its payloads; or lost
     do: begin, round                                                -> done: LocalProgress
     do: step, round, seconds                                        -> done: [complete, tokens, LocalProgress or null]
     do: work                                                        -> done: LocalProgress
@@ -142,13 +142,13 @@ class StageWorker(Worker):
         except (BadPayload, WrongWeights) as error:
             raise CommandRejected(str(error)) from error
 
-    def do_run(self, kind: JobKind, number: int, loss: float) -> dict[str, Any]:
+    def do_run(self, kind: JobKind, number: int, loss: float, stale: bool) -> dict[str, Any]:
         try:
             time.sleep(self._seconds.of(kind))
             if kind is JobKind.DRAW:
                 self._shared.claim(self._learner.position + 1)
             inputs = self._slots.take(map(self._sizes.of, kind.takes))
-            result = self._learner.run(StageJob(kind, inputs, number, loss), self._anchor)
+            result = self._learner.run(StageJob(kind, inputs, number, loss, stale), self._anchor)
             self._slots.answer(result.payloads)
             return {"given": len(result.payloads), "number": result.number, "loss": result.loss}
         except LeaseLost as lost:

@@ -1,12 +1,13 @@
-"""Admission of microbatches to the AdamW steps of one replica: leases instead of barriers. Pure.
+"""Admission of microbatches to the optimiser steps of one replica: leases instead of barriers. Pure.
 
-A replica grants a lease while counted + leased < B, and steps when B microbatches are counted. No lease is left then,
-so its weights never change between the forward and the backward of a microbatch, and no step waits for other stages.
+A replica grants a lease while counted + leased < B + A. It steps when B microbatches are counted and all leases that it
+kept at its last step have ended; the first B to be counted make the step, with up to A more. The leases of the others
+stay: their backwards run in the weights of their forwards, which are one step old. With A = 0 no lease is left at a
+step. No step waits for other stages.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -27,7 +28,10 @@ class LeaseState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A microbatch's place in one step of one replica, in whose weights of that epoch its forward and backward run."""
+    """A microbatch's place at one replica. Its forward and its backward run in the weights of the same epoch.
+
+    `epoch` is that of the grant until the forward begins, and that of the forward from then on.
+    """
 
     driver: Member
     number: int
@@ -35,13 +39,29 @@ class Lease:
     granted_at: float  # seconds
     _admission: StepAdmission = field(repr=False)
     state: LeaseState = LeaseState.HELD
+    has_begun: bool = False
 
     @property
     def is_void(self) -> bool:
         return self.state is LeaseState.ENDED
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether its forward ran in the weights before the last step."""
+        return self.has_begun and self.epoch < self._admission.epoch
+
+    def begin_forward(self) -> bool:
+        """Fix the weights of the microbatch: a step may have passed since the grant. False if the lease is void."""
+        if not self.is_void and not self.has_begun:
+            self.has_begun, self.epoch = True, self._admission.epoch
+        return not self.is_void
+
     def begin_backward(self) -> bool:
-        """Keep the place until the backward has ended, even if the driver is lost meanwhile; False if it is void."""
+        """Keep the place until the backward has ended, even if the driver is lost meanwhile; False if it is void.
+
+        In the last stage it is the forward, too.
+        """
+        self.begin_forward()
         if self.state is LeaseState.HELD:
             self.state = LeaseState.COMPUTING
         return self.state is LeaseState.COMPUTING
@@ -62,11 +82,11 @@ class Lease:
 
 
 class StepAdmission:
-    """The microbatches of the present AdamW step of a replica. `watch` is told what becomes of each lease."""
+    """The microbatches of the present optimiser step of a replica. `watch` is told what becomes of each lease."""
 
-    def __init__(self, batches: int, watch: Callable[[str, Lease], None]) -> None:
+    def __init__(self, batches: int, watch: Callable[[str, Lease], None], lookahead: int = 0) -> None:
         self.changed = Notifier()  # notified when a lease may be granted, or a step taken, that could not before
-        self.batches = batches  # B
+        self.batches, self.places = batches, batches + lookahead  # B, B + A
         self.epoch = 0  # how often the weights have changed
         self.counted: list[Lease] = []  # in the present gradient
         self.is_open = False  # whether leases are granted: between a round's begin and its cut
@@ -79,17 +99,17 @@ class StepAdmission:
         return len(self._leased)
 
     @property
-    def is_full(self) -> bool:
-        return len(self.counted) == self.batches
+    def is_due(self) -> bool:
+        """Whether a step is to be taken now. It waits for stale leases: the step would end their weights."""
+        return len(self.counted) >= self.batches and not any(lease.is_stale for lease in self._leased)
 
     def may_grant(self, driver: Member, drivers: int, now: float) -> bool:
-        held = Counter(lease.driver for lease in (*self.counted, *self._leased))
-        if not self.is_open or held.total() >= self.batches:
+        if not self.is_open or len(self.counted) + self.leased >= self.places:
             return False
         open_leases = sum(lease.driver == driver for lease in self._leased)
         if driver in self._expired:
             return not open_leases and now >= self._expired[driver][1]
-        return open_leases < fair_share(self.batches, drivers)
+        return open_leases < fair_share(self.places, drivers)
 
     def grant(self, driver: Member, number: int, now: float) -> Lease:
         lease = Lease(driver, number, self.epoch, now, self)
@@ -121,13 +141,17 @@ class StepAdmission:
         """Grant no lease. Those that are held stay valid."""
         self.is_open = False
 
-    def next_epoch(self) -> None:
-        """The weights have changed: void every lease, and forget what was counted."""
-        for lease in tuple(self._leased):
-            self._settle(lease, LeaseState.ENDED)
+    def stepped(self) -> None:
+        """The step has been taken that was due: the next one begins, and its leases stay."""
         self.counted = []
         self.epoch += 1
         self.changed.notify()
+
+    def void(self) -> None:
+        """The weights were replaced, or the gradient is lost: void every lease, and forget what was counted."""
+        for lease in tuple(self._leased):
+            self._settle(lease, LeaseState.ENDED)
+        self.stepped()
 
     def _settle(self, lease: Lease, state: LeaseState) -> None:
         lease.state = state
@@ -139,6 +163,6 @@ class StepAdmission:
         self.changed.notify()
 
 
-def fair_share(batches: int, drivers: int) -> int:
-    """Places of a step that one of `drivers` drivers may hold: twice its share; all of them if it is the only one."""
-    return batches if drivers <= 1 else -(-2 * batches // drivers)
+def fair_share(places: int, drivers: int) -> int:
+    """Places that one of `drivers` drivers may hold: twice its share; all of them if it is the only one."""
+    return places if drivers <= 1 else -(-2 * places // drivers)

@@ -102,7 +102,7 @@ class PipelineDriver:
     ) -> None:
         self.endpoint, self.settings, self.work, self.check = endpoint, settings, work, check
         self._directory, self.watch = directory, watch
-        self.admission = StepAdmission(settings.batches, self.report)
+        self.admission = StepAdmission(settings.batches, self.report, settings.lookahead)
         rng, later = endpoint.host.rng("pipeline router"), range(1, settings.stages)
         self.routers = {stage: ReplicaRouter(rng) for stage in later}
         outer_rng = endpoint.host.rng("pipeline outer")  # what a replica refuses here, it may well do in training
@@ -228,6 +228,7 @@ class _Lane:
         held: list[_Call] = []
         try:
             drawn = await self._work.run(StageJob(JobKind.DRAW), lease)
+            self._driver.report("forwarded", lease)
             x, targets = drawn.payloads
             for stage in range(1, self._settings.last):
                 call, result = await self._call(stage, StageJob(JobKind.FORWARD, (x,)), lease, deadline)

@@ -103,6 +103,7 @@ class StageJob:
     payloads: tuple[Buffer, ...] = ()
     number: int = 0  # of a batch, a held-out microbatch or a position
     loss: float = 0.0  # of FINISH: what the last stage measured
+    stale: bool = False  # of a backward: in the weights before the last step, as its forward
 
 
 @dataclass(frozen=True, slots=True)

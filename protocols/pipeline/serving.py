@@ -62,7 +62,7 @@ class StageServer:
     ) -> None:
         self._endpoint, self._settings, self._stage, self._work = endpoint, settings, stage, work
         self._drivers, self._trained, self._watch = drivers, trained, watch
-        self.admission = StepAdmission(settings.batches, self._tell)
+        self.admission = StepAdmission(settings.batches, self._tell, settings.lookahead)
         self._queue: list[StageRequest] = []  # of drivers that wait for a place, first come first
         self._usual_seconds = LEASE_SECONDS / LEASE_MULTIPLE  # from the grant of a lease to its count
         place = Place.LAST if stage == settings.last else Place.MIDDLE

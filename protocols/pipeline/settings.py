@@ -30,12 +30,15 @@ MAX_FAILURES = 4  # Failed calls to a stage after which a microbatch is abandone
 class PipelineSettings:
     run: bytes  # hash of the manifest, 32 bytes
     stages: int  # S: stage 0 draws the microbatches, S - 1 computes the loss
-    batches: int  # B, microbatches of one AdamW step of a replica
+    batches: int  # B, microbatches of one optimiser step of a replica
     sizes: StageSizes
+    lookahead: int = 0  # A, microbatches of the next step that a replica admits
 
     def __post_init__(self) -> None:
         if self.stages < 2 or self.batches < 1 or min(self.sizes.activation_bytes, self.sizes.gradient_bytes) < 1:
             raise ValueError(f"a pipeline needs at least 2 stages and 1 batch: {self}")
+        if self.lookahead < 0:
+            raise ValueError(f"lookahead is 0 or more, not {self.lookahead}")
 
     @property
     def last(self) -> int:
@@ -43,16 +46,16 @@ class PipelineSettings:
 
     def window(self, drivers: int) -> int:
         """W, microbatches that one of `drivers` drivers keeps in flight."""
-        return max(1, min(self.batches, MAX_WINDOW, MAX_STREAMS // max(1, drivers)))
+        return max(1, min(self.batches + self.lookahead, MAX_WINDOW, MAX_STREAMS // max(1, drivers)))
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineEvent:
     """Something that became of a microbatch, for checkers and logs.
 
-    At a replica: `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`, `voided` (what
-    was counted in this epoch is dropped). At a driver, too: `asked` (a replica, for a place), `waiting` (for its
-    answer), `answered` (or the call has failed), `done`, `abandoned`.
+    At a replica: `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`, `voided` (all
+    leases, and what is counted since the last step). At a driver, too: `asked` (a replica, for a place), `waiting` (for
+    its answer), `answered` (or the call has failed), `done`, `abandoned`.
     """
 
     kind: str
@@ -60,7 +63,7 @@ class PipelineEvent:
     number: int
     stage: int
     replica: Member  # of `asked`, `waiting` and `answered`, the one that is called
-    epoch: int  # of the replica's weights; of these three, of the driver's
+    epoch: int  # of the replica's weights, from `forwarded` on of the forward's; of these three, of the driver's
     why: str = ""  # of `abandoned`, in a few words
 
 

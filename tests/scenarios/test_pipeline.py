@@ -206,12 +206,7 @@ def test_two_plays_of_a_pipeline_are_equal() -> None:
     assert traces[0] == traces[1]
 
 
-@pytest.mark.long
-@simulated(PipelineRunner, (0, 0, 0, 1, 1, 2), ScenarioSetup(6, batches=8))
-async def test_driver_that_keeps_leases_leaves_the_others_their_rate(
-    run: PipelineRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes a place for each of its microbatches and never returns one."""
+async def _leaves_the_others_their_rate(run: PipelineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = _Lane._backward
     hoarders: set[str] = set()
 
@@ -233,6 +228,24 @@ async def test_driver_that_keeps_leases_leaves_the_others_their_rate(
     hoarders.add("p0")
     await asyncio.sleep(40.0)
     assert await counted_in(30.0) >= 0.7 * honest
+
+
+@pytest.mark.long
+@simulated(PipelineRunner, (0, 0, 0, 1, 1, 2), ScenarioSetup(6, batches=8))
+async def test_driver_that_keeps_leases_leaves_the_others_their_rate(
+    run: PipelineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a place for each of its microbatches and never returns one."""
+    await _leaves_the_others_their_rate(run, monkeypatch)
+
+
+@pytest.mark.long
+@simulated(PipelineRunner, (0, 0, 0, 1, 1, 2), ScenarioSetup(6, batches=8, lookahead=8))
+async def test_driver_that_keeps_leases_holds_up_no_lookahead(
+    run: PipelineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each second step waits for the leases that are kept, until they run out."""
+    await _leaves_the_others_their_rate(run, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", (JobKind.FORWARD, JobKind.BACKWARD))

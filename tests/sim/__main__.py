@@ -53,6 +53,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pull", type=float, help="gossip by NoLoCo's rule, with this as its gamma")
     parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
     parser.add_argument("--batches", type=at_least_one, default=4, help="microbatches of a step, with stages")
+    parser.add_argument("--lookahead", type=int, default=0, help="microbatches of the next step, with stages")
     parser.add_argument("--overlap", action="store_true", dest="overlaps", help="train on while a round averages")
     parser.add_argument("--fragments", type=at_least_one, default=1, help="of the vector, averaged in turn")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
@@ -78,7 +79,7 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 
 def _scenario(options: argparse.Namespace, fault: str, seed: int) -> Scenario:
     names = "protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"
-    names += "overlaps", "fragments"
+    names += "lookahead", "overlaps", "fragments"
     return Scenario(**{name: getattr(options, name) for name in names}, seed=seed, fault=fault)
 
 
@@ -95,7 +96,7 @@ def replay(scenario: Scenario) -> str:
     codec = f" --codec {scenario.codec}" if scenario.codec else ""
     rest = (" --directory" if scenario.directory else "") + (f" --pull {scenario.pull:g}" if scenario.pull else "")
     if scenario.stages > 1:
-        rest += f" --stages {scenario.stages} --batches {scenario.batches}"
+        rest += f" --stages {scenario.stages} --batches {scenario.batches} --lookahead {scenario.lookahead}"
     rest += " --overlap" * scenario.overlaps
     rest += f" --fragments {scenario.fragments}" if scenario.fragments > 1 else ""
     return (

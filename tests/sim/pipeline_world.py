@@ -75,6 +75,7 @@ class PipelineWorld(World):
         self.drivers: dict[PeerId, PipelineDriver] = {}
         self._beats: asyncio.Task[None] | None = None
         self._completed: dict[Member, int] = {}
+        self._counted: Counter[Member] = Counter()
         self._stepped: Counter[Member] = Counter()
         self._trained: dict[PeerId, int] = {}
 
@@ -112,8 +113,11 @@ class PipelineWorld(World):
             self.scenario.elements, self.scenario.seed * 1000 + index, TOKENS, f"{me.peer}/{me.incarnation}"
         )
 
+    def replica_on(self, index: int, me: Member) -> InlineStage:
+        return InlineStage(self.stage_compute(index, me), self.scenario.inner_steps, self.seconds(index))
+
     def pipeline(self) -> PipelineSettings:
-        return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, SIZES)
+        return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, SIZES, self.scenario.lookahead)
 
     def check_payload(self, data: Buffer, payload: Payload) -> None:
         """Nothing: the hashes of the paced task are always finite."""
@@ -135,7 +139,7 @@ class PipelineWorld(World):
         me = self.network.nodes[host.me].member
         stage, settings = self.stage(host.me), self.pipeline()
         directory = self.announcements[host.me] = Announcements(self)
-        replica = InlineStage(self.stage_compute(index, me), self.scenario.inner_steps, self.seconds(index))
+        replica = self.replica_on(index, me)
         self.work[me.peer], work = replica, LeasedStage(replica)
         self.network.contacts.views[me.peer].on_lost = partial(self._lose, me)
         alone = partial(self.lacks_majority, me, host)
@@ -221,10 +225,12 @@ class PipelineWorld(World):
         process = simloop.PROCESS.get()
         if process is None or process.alive:
             self.events.append((asyncio.get_running_loop().time(), event))
-            if event.kind == "stepped":
-                self._stepped[event.replica] += self.scenario.batches
+            if event.kind == "counted":
+                self._counted[event.replica] += 1
+            elif event.kind == "stepped":
+                self._stepped[event.replica] += self._counted.pop(event.replica)
             elif event.kind == "voided":
-                self._stepped[event.replica] = 0
+                self._stepped[event.replica] = self._counted[event.replica] = 0
 
     def _lose(self, me: Member, member: Member) -> None:
         node = self.network.nodes[me.peer]

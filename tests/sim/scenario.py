@@ -41,6 +41,7 @@ class Scenario:
         pull: gamma of NoLoCo, by which gossip's peers then step and mix.
         stages: of a pipeline; peer i is in stage i mod `stages`. 1: no pipeline.
         batches: microbatches of an inner step, with more than one stage.
+        lookahead: microbatches of the next inner step that a replica of a stage admits.
         overlaps: whether peers train on while a round averages.
         fragments: of the vector, which rounds average in turn.
     """
@@ -64,6 +65,7 @@ class Scenario:
     pull: float | None = None
     stages: int = 1
     batches: int = 4
+    lookahead: int = 0
     overlaps: bool = False
     fragments: int = 1
 
@@ -90,6 +92,8 @@ class Scenario:
             raise ValueError(f"stages, overlap and fragments are of the butterfly, not of {self.protocol}")
         if self.stages > 1 and streams:
             raise ValueError("stages go neither with overlap nor with fragments")
+        if self.lookahead < 0 or (self.lookahead and self.stages == 1):
+            raise ValueError(f"lookahead is of stages, 0 or more: {self.stages} stages, {self.lookahead}")
         if not 1 <= self.stages <= self.peers or self.batches < 1:
             raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
 

@@ -42,7 +42,7 @@ class ScenarioSetup:
         pace_seconds: of an inner step; `slow` says it for single peers.
         every_rounds: peers restart from disks; before each round that it divides they write a checkpoint.
         uplinks: bytes/s of each peer; None: the same for all.
-        stages, batches: of a pipeline, as in `Scenario`.
+        stages, batches, lookahead: of a pipeline, as in `Scenario`.
     """
 
     peers: int
@@ -61,6 +61,7 @@ class ScenarioSetup:
     jitter: bool = False
     stages: int = 1
     batches: int = 4
+    lookahead: int = 0
 
     def scenario(self) -> Scenario:
         return Scenario(
@@ -74,6 +75,7 @@ class ScenarioSetup:
             jitter=self.jitter,
             stages=self.stages,
             batches=self.batches,
+            lookahead=self.lookahead,
         )
 
 

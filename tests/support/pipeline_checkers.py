@@ -2,8 +2,10 @@
 
 counted-once      a microbatch counts at most once in each stage, over all replicas and incarnations
 counted-below     what a stage has counted, the stage after it has counted before
-same-weights      a count follows a grant of the same replica, in the same epoch, and no other
-full-steps        counted + leased never exceeds B; a step holds exactly B microbatches, and no lease is left
+same-weights      a count follows a grant and a forward of the same replica, in the forward's epoch: the present one
+                  or, with lookahead A, the one before, if a step lies between them
+full-steps        counted + leased never exceeds B + A; a step holds B to B + A microbatches, and leaves no lease whose
+                  forward is more than one step old; without lookahead no lease at all
 tokens            the tokens that a peer offers are those of the microbatches that it has stepped on since its anchor
 calls             no call lasts for more than a second after its driver has lost the replica
 accounted         each microbatch that a driver started is done, abandoned with a reason, or was in flight at its end
@@ -28,9 +30,10 @@ Microbatch = tuple[Member, int]
 class _Replica:
     """One replica's present step."""
 
-    leased: set[Microbatch] = field(default_factory=set)
+    leased: dict[Microbatch, int | None] = field(default_factory=dict)  # -> the epoch of its forward
     counted: set[Microbatch] = field(default_factory=set)
     epoch: int = 0
+    oldest: int = 0  # epoch of the weights in which a backward may run
 
 
 class PipelineJudge:
@@ -48,9 +51,8 @@ class PipelineJudge:
         replica = self._replicas.setdefault(event.replica, _Replica())
         if event.kind in ("asked", "waiting", "answered", "lost"):  # what drivers do and see
             return
-        if event.kind == "ended" and event.epoch < replica.epoch:
-            return  # voided with its epoch
-        if event.epoch != replica.epoch and event.kind not in ("done", "abandoned"):  # their lease has ended before
+        oldest = replica.oldest if event.kind in ("forwarded", "counted") else replica.epoch
+        if not oldest <= event.epoch <= replica.epoch and event.kind not in ("ended", "done", "abandoned"):
             self._violate("same-weights", event, f"in epoch {event.epoch}, and its replica is in {replica.epoch}")
         handle = getattr(self, f"_{event.kind}", None)
         if handle:
@@ -62,23 +64,30 @@ class PipelineJudge:
 
     def _granted(self, event: PipelineEvent, replica: _Replica) -> None:
         microbatch = event.origin, event.number
-        replica.leased.add(microbatch)
+        replica.leased[microbatch] = None
         if event.stage == 0:
             self.started.add(microbatch)
             if len(replica.leased) > self._settings.window(1):
                 self._violate("window", event, f"{len(replica.leased)} microbatches are in flight")
-        if len(replica.leased) + len(replica.counted) > self._settings.batches:
+        if len(replica.leased) + len(replica.counted) > self._settings.batches + self._settings.lookahead:
             self._violate("full-steps", event, f"{len(replica.leased)} leased beside {len(replica.counted)} counted")
+
+    def _forwarded(self, event: PipelineEvent, replica: _Replica) -> None:
+        microbatch = event.origin, event.number
+        if microbatch in replica.leased:  # else its driver was lost meanwhile
+            replica.leased[microbatch] = event.epoch
 
     def _counted(self, event: PipelineEvent, replica: _Replica) -> None:
         microbatch, stage = (event.origin, event.number), event.stage
         if microbatch not in replica.leased:
             self._violate("same-weights", event, "counted without a lease")
+        elif stage < self._settings.last and replica.leased[microbatch] != event.epoch:
+            self._violate("same-weights", event, f"its forward was in epoch {replica.leased[microbatch]}")
         if microbatch in self.counted[stage]:
             self._violate("counted-once", event, "counted twice")
         if stage < self._settings.last and microbatch not in self.counted[stage + 1]:
             self._violate("counted-below", event, f"stage {stage + 1} has not counted it")
-        replica.leased.discard(microbatch)
+        replica.leased.pop(microbatch, None)
         replica.counted.add(microbatch)
         self.counted[stage].add(microbatch)
         if stage == 0:
@@ -86,7 +95,9 @@ class PipelineJudge:
 
     def _ended(self, event: PipelineEvent, replica: _Replica) -> None:
         microbatch = event.origin, event.number
-        replica.leased.discard(microbatch)
+        if microbatch not in replica.leased:
+            return  # voided
+        del replica.leased[microbatch]
         if event.stage == 0:
             self.ended.setdefault(microbatch, "")
 
@@ -95,14 +106,21 @@ class PipelineJudge:
         return sorted(each for each in self.started - self.ended.keys() if each[0] in origins)
 
     def _stepped(self, event: PipelineEvent, replica: _Replica) -> None:
-        if len(replica.counted) != self._settings.batches or replica.leased:
-            self._violate("full-steps", event, f"{len(replica.counted)} counted and {len(replica.leased)} leased")
-        self._voided(event, replica)
+        batches, lookahead, counted = self._settings.batches, self._settings.lookahead, len(replica.counted)
+        if not batches <= counted <= batches + lookahead or (replica.leased and not lookahead):
+            self._violate("full-steps", event, f"{counted} counted and {len(replica.leased)} leased")
+        for (origin, number), epoch in replica.leased.items():
+            if epoch is not None and epoch < replica.epoch:
+                self._violate("full-steps", event, f"{number} of {origin.peer} was forwarded before the last step")
+        replica.counted.clear()
+        replica.oldest = replica.epoch if lookahead else replica.epoch + 1
+        replica.epoch += 1
 
     def _voided(self, event: PipelineEvent, replica: _Replica) -> None:
         replica.leased.clear()
         replica.counted.clear()
         replica.epoch += 1
+        replica.oldest = replica.epoch
 
     def _done(self, event: PipelineEvent, replica: _Replica) -> None:
         self._close(event, "done")

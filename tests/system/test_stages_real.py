@@ -16,7 +16,7 @@ RUN = (
     "stages = 2\n[gpt]\nlayers = 2\nwidth = 16\nheads = 2\ncontext = 32\nrows = 1\n"
     "[recipe]\nrounds = 10000\ninner_steps = 3\nbatches = 4\n"
 )
-PACED = "stages = 2\n" + paced(elements=20_000, inner_steps=3)
+PACED = "stages = 2\n" + paced(elements=20_000, inner_steps=3) + "batches = 2\nlookahead = 2\n"
 LEAVE_SECONDS = 12.0
 
 

@@ -322,7 +322,7 @@ def test_stages_split_a_presets_step_into_microbatches() -> None:
     whole, cut = run(), run({"stages": 3})
     assert (whole.gpt.rows, whole.recipe.batches) == (8, 1) and (cut.gpt.rows, cut.recipe.batches) == (1, 8)  # type: ignore[union-attr]
     assert replace(cut, stages=1, gpt=whole.gpt, recipe=whole.recipe) == whole
-    assert canonical(run({"stages": 1})) == canonical(whole)
+    assert canonical(run({"stages": 1})) == canonical(whole) and b"lookahead" not in canonical(cut)
     given = run({"stages": 2, "gpt.rows": 4})
     assert (given.gpt.rows, given.recipe.batches) == (4, 1)  # type: ignore[union-attr]
     assert run({"stages": 2, "recipe.batches": 3}).gpt.rows == 8  # type: ignore[union-attr]
@@ -343,6 +343,10 @@ def test_codecs_of_stages_are_in_the_manifest_if_given(given: dict[str, object],
     assert [name for name in ("activations", "gradients") if name.encode() in canonical(cut)] == [*given]
 
 
+WIDE = {"recipe.batches": 64, "gpt.rows": 128, "gpt.width": 256}
+"""As many microbatches as a replica may hold, with activations as large as may be."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -356,6 +360,9 @@ def test_codecs_of_stages_are_in_the_manifest_if_given(given: dict[str, object],
         ({"stages": 2, "activations": "int4"}, "must be one of bf16, fp32, int8"),
         ({"gradients": "fp32"}, "gradients is for runs with stages"),
         ({"activations": "fp32"}, "activations is for runs with stages"),
+        ({"recipe.lookahead": 8}, "recipe.lookahead is for runs with stages: give stages, too, or leave it out"),
+        ({"stages": 2, "recipe.lookahead": -1}, "lookahead must be between 0 and 64, not -1"),
+        ({"stages": 2, **WIDE, "recipe.lookahead": 1}, "65 microbatches would take 1040 MiB"),
         ({"stages": 3, "task": "paced", "paced.elements": 2}, "2 elements cannot be cut into 3 stages"),
     ],
 )

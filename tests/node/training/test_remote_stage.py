@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,29 +38,30 @@ pytestmark = pytest.mark.usefixtures("forked")
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4, batches=2)
 SHAPE, ROWS, BOUNDS, SEED, STREAM = GptConfig(layers=2, width=16, heads=2, context=16), 2, (0, 2, 3, 4), 9, 3
 DRIVER = Member("driver")
+LOOKAHEAD = 1
 
 
-def spec(stage: int, text: Path) -> WorkerSpec:
+def spec(stage: int, text: Path, recipe: Recipe) -> WorkerSpec:
     values = StageValues(stage, BOUNDS, "fp32", "fp32", 0, "me/1")
-    return WorkerSpec(GptValues(SHAPE, ROWS), RECIPE, STREAM, SEED, text, device="cpu", threads=1, stage=values)
+    return WorkerSpec(GptValues(SHAPE, ROWS), recipe, STREAM, SEED, text, device="cpu", threads=1, stage=values)
 
 
-def learner(stage: int, text: Path) -> StageLearner:
+def learner(stage: int, text: Path, recipe: Recipe = RECIPE) -> StageLearner:
     data = load(text) if stage == 0 else None
-    task = GptStageTask(Preset(SHAPE, ROWS, RECIPE), Partition((), BOUNDS), stage, SEED, data)
-    return StageLearner(task, RECIPE, ActivationCodec(task.shape, "fp32"), STREAM)
+    task = GptStageTask(Preset(SHAPE, ROWS, recipe), Partition((), BOUNDS), stage, SEED, data)
+    return StageLearner(task, recipe, ActivationCodec(task.shape, "fp32"), STREAM)
 
 
 @asynccontextmanager
-async def workers(text: Path, *stages: int) -> AsyncIterator[list[RemoteStage]]:
+async def workers(text: Path, *stages: int, recipe: Recipe = RECIPE) -> AsyncIterator[list[RemoteStage]]:
     async with ThreadCompute() as compute, AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(RemoteStage(spec(stage, text), compute)) for stage in stages]
+        yield [await stack.enter_async_context(RemoteStage(spec(stage, text, recipe), compute)) for stage in stages]
 
 
 def admission_of(stage: RemoteStage) -> StepAdmission:
     """What admits microbatches to the stage's steps, as a peer has it."""
-    admission = StepAdmission(RECIPE.batches, lambda kind, lease: None)
-    stage.on_lost = admission.next_epoch
+    admission = StepAdmission(RECIPE.batches, lambda kind, lease: None, LOOKAHEAD)
+    stage.on_lost = admission.void
     admission.open()
     return admission
 
@@ -91,9 +93,9 @@ async def test_stages_in_workers_compute_what_they_do_without(text: Path) -> Non
                 loss = accumulate(locals_)
                 assert await microbatch(remotes, admissions, 10 * step + number) == loss
             for remote, admission, here in zip(remotes, admissions, locals_, strict=True):
-                assert admission.is_full
+                assert admission.is_due
                 here.step(0, step)
-                complete, work = await remote.step(0, admission.next_epoch)
+                complete, work = await remote.step(0, admission.stepped)
                 assert not complete and (work is None or work.tokens == (step + 1) * RECIPE.batches * ROWS * 16)
         for remote, here in zip(remotes, locals_, strict=True):
             vector = torch.empty_like(here.vector)
@@ -101,6 +103,31 @@ async def test_stages_in_workers_compute_what_they_do_without(text: Path) -> Non
             assert torch.equal(vector, here.vector) and not torch.equal(vector, remote.anchor())
             assert (await remote.work()).tokens == 2 * RECIPE.batches * ROWS * 16
         assert remotes[0].position == 4
+
+
+async def test_lookahead_computes_a_backward_in_the_weights_of_its_forward(text: Path) -> None:
+    """Three microbatches are begun before the first step of two; the third counts in the next. Bit for bit."""
+    recipe = replace(RECIPE, lookahead=LOOKAHEAD)
+    here = learner(0, text, recipe)
+    async with workers(text, 0, recipe=recipe) as (remote,):
+        admission, stage = admission_of(remote), LeasedStage(remote)
+        await remote.begin(0, asyncio.Event())
+        gradient = torch.linspace(-1, 1, remote.sizes.gradient_bytes // 4).numpy().tobytes()
+        jobs = [StageJob(JobKind.FINISH, (gradient,), number, 1.0) for number in range(4)]
+        leases = [admission.grant(DRIVER, number, 0.0) for number in range(3)]
+        for lease in leases:
+            assert await stage.run(StageJob(JobKind.DRAW), lease) == here.run(StageJob(JobKind.DRAW))
+        for step, due in enumerate(((0, 1), (2, 3))):
+            for number in due:
+                await stage.run(jobs[number], leases[number])
+                here.run(replace(jobs[number], stale=number == 2))
+            assert admission.is_due
+            await remote.step(0, admission.stepped)
+            here.step(0, step)
+            leases.append(admission.grant(DRIVER, 3, 0.0))
+        vector = torch.empty_like(here.vector)
+        await remote.read(vector)
+        assert torch.equal(vector, here.vector) and remote.restarts == 0
 
 
 async def test_killed_worker_voids_the_step_and_is_replaced(text: Path) -> None:
@@ -119,7 +146,7 @@ async def test_killed_worker_voids_the_step_and_is_replaced(text: Path) -> None:
         await remote.begin(0, cut)
         for number in (3, 4):
             await stage.run(job, admission.grant(DRIVER, number, 0.0))
-        assert admission.is_full and (await remote.step(0, admission.next_epoch))[0] is False
+        assert admission.is_due and (await remote.step(0, admission.stepped))[0] is False
         assert (await remote.work()).tokens == RECIPE.batches * ROWS * 16
 
 
@@ -193,7 +220,7 @@ async def test_outer_jobs_use_the_anchor_change_nothing_and_are_few(text: Path) 
         drawn = await stage.run(StageJob(JobKind.DRAW), lease := admission.grant(DRIVER, 1, 0.0))
         gradient = bytes(remote.sizes.activation_bytes)
         await stage.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, 1.0), lease)
-        await remote.step(0, admission.next_epoch)
+        await remote.step(0, admission.stepped)
         tokens = StageJob(JobKind.OUTER_FIRST, (bytes(32),))
         assert await stage.run(tokens) == here.run(tokens), "the anchor, not the local weights"
         asked = [asyncio.create_task(stage.run(sample)) for _ in range(MAX_OUTER_JOBS)]

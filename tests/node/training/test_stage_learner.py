@@ -136,6 +136,40 @@ def test_coarse_activations_cost_little_loss(codec: str) -> None:
     assert abs(mine - whole) < 0.02, f"{mine:.4f} against {whole:.4f} nats"
 
 
+def test_stale_backward_is_that_of_the_weights_before_the_step() -> None:
+    """Bit for bit; the weights stay those after the step. Once they are replaced, such a backward is refused."""
+    first, middle = (
+        StageLearner(task, replace(RECIPE, lookahead=2), ActivationCodec(task.shape, "fp32"), STREAM)
+        for task in (
+            GptStageTask(PRESET, partition(3), stage, SEED, text() if stage == 0 else None) for stage in (0, 1)
+        )
+    )
+    drawn = first.run(StageJob(JobKind.DRAW))
+    gradient = torch.randn(2 * 32 * 32, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
+    finish = StageJob(JobKind.FINISH, (gradient,), drawn.number, 1.0)
+    backward = StageJob(JobKind.BACKWARD, (drawn.payloads[0], gradient))
+    forward = StageJob(JobKind.FORWARD, (drawn.payloads[0],))
+    for stage, job in ((first, finish), (middle, backward)):
+        given = stage.run(job)
+        due = stage._optimizer._gradients[0].clone()
+        stage.step(0, 0)
+        after = stage.vector.clone()
+        if stage is middle:
+            stage.run(forward)  # of an equal input in the present weights, whose graph is kept
+        assert stage.run(replace(job, stale=True)) == given and torch.equal(stage._optimizer._gradients[0], due)
+        assert torch.equal(stage.vector, after)
+        stage.run(job)
+        both = stage._optimizer._gradients[0].clone()
+        stage._optimizer.clear()
+        stage.run(job)
+        assert torch.equal(stage._optimizer._gradients[0].add(due), both), "the next is of the present weights"
+        assert stage.step(0, 1).tokens == 3 * 2 * 32
+        assert not torch.equal(stage.vector, after), "the optimiser still trains the weights"
+        stage.discard()
+        with pytest.raises(RuntimeError, match="none are kept"):
+            stage.run(replace(job, stale=True))
+
+
 def test_weights_do_not_depend_on_the_cut() -> None:
     whole = GptStage(PRESET.shape, 0, 6, SEED).state_dict()
     parts = [module.state_dict() for module in Pipeline(4).modules]

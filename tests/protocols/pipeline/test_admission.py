@@ -1,4 +1,4 @@
-"""A step consists of exactly B microbatches, each of which was forwarded and counted in the same weights."""
+"""A step has B to B + A microbatches; each was forwarded and counted in the same weights, one step old at most."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from protocols.pipeline.admission import Lease, LeaseState, StepAdmission, fair_
 A, B = Member("a"), Member("b")
 
 
-def admission(batches: int = 4) -> tuple[StepAdmission, list[tuple[str, int]]]:
+def admission(batches: int = 4, lookahead: int = 0) -> tuple[StepAdmission, list[tuple[str, int]]]:
     events: list[tuple[str, int]] = []
-    found = StepAdmission(batches, lambda kind, lease: events.append((kind, lease.number)))
+    found = StepAdmission(batches, lambda kind, lease: events.append((kind, lease.number)), lookahead)
     found.open()
     return found, events
+
+
+def settled(lease: Lease) -> bool:
+    return lease.state in (LeaseState.COUNTED, LeaseState.ENDED)
 
 
 def counted(lease: Lease) -> None:
@@ -24,10 +28,18 @@ def counted(lease: Lease) -> None:
     lease.count()
 
 
-@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), max_size=80))
-def test_step_holds_exactly_its_batches(batches: int, moves: list[tuple[int, int]]) -> None:
-    """Whatever drivers, the worker and the outer loop do: counted + leased stays within B, full steps have no lease."""
-    step, events = admission(batches)
+@given(
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=80),
+)
+def test_step_holds_its_batches_in_weights_that_are_kept(
+    batches: int, lookahead: int, moves: list[tuple[int, int]]
+) -> None:
+    """Whatever drivers, the worker and the outer loop do: counted + leased stays within B + A, and no backward needs
+    weights older than those before the last step. Without lookahead no lease survives a step.
+    """
+    step, events = admission(batches, lookahead)
     leases: list[Lease] = []
     for number, (move, which) in enumerate(moves):
         lease = leases[which % len(leases)] if leases else None
@@ -38,16 +50,20 @@ def test_step_holds_exactly_its_batches(batches: int, moves: list[tuple[int, int
         elif move == 2 and lease:
             lease.end()
         elif move == 3 and lease:
-            lease.begin_backward()
-        elif move == 4 and lease and lease.state is LeaseState.COMPUTING:
+            lease.begin_forward()
+        elif move == 4 and lease and lease.begin_backward():
+            assert step.epoch - lease.epoch == lease.is_stale
             lease.count()
-        elif move == 5 and step.is_full:
-            assert step.leased == 0
-            step.next_epoch()
-        elif move == 6 and all(each.state is not LeaseState.COMPUTING for each in leases):
-            step.next_epoch()
-        assert len(step.counted) + step.leased <= batches
-        assert all(each.epoch == step.epoch for each in step.counted)
+        elif move == 5 and step.is_due:
+            assert batches <= len(step.counted) <= batches + lookahead and (lookahead or not step.leased)
+            kept = step.leased
+            step.stepped()
+            assert step.leased == kept and not step.counted
+        elif move == 6:
+            step.void()
+            assert not step.leased and not step.counted
+        assert len(step.counted) + step.leased <= batches + lookahead
+        assert all(step.epoch - each.epoch <= 1 for each in leases if each.has_begun and not settled(each))
     numbers = [number for kind, number in events if kind != "granted"]
     assert len(numbers) == len(set(numbers)), "each lease ends once"
 
@@ -55,7 +71,7 @@ def test_step_holds_exactly_its_batches(batches: int, moves: list[tuple[int, int
 def test_voided_lease_never_counts() -> None:
     step, _ = admission()
     lease = step.grant(A, 1, 0.0)
-    step.next_epoch()
+    step.void()
     assert lease.is_void and not lease.begin_backward()
     with pytest.raises(ValueError, match="ENDED"):
         lease.count()
@@ -77,6 +93,27 @@ def test_failed_backward_frees_its_place() -> None:
     lease.begin_backward()
     lease.fail()
     assert step.may_grant(A, 1, 0.0) and events[-1] == ("ended", 1)
+
+
+def test_first_batches_to_be_counted_make_the_step() -> None:
+    """Those left over are counted in the next one, which waits for them, but not for what has not begun."""
+    step, _ = admission(2, lookahead=2)
+    early, late, waiting, other = (step.grant(A, number, 0.0) for number in range(4))
+    assert not step.may_grant(A, 1, 0.0)
+    for lease in (early, late, other):
+        lease.begin_forward()
+    counted(early)
+    counted(other)
+    assert step.is_due
+    step.stepped()
+    assert late.is_stale and not waiting.is_stale
+    for number in (4, 5):
+        counted(step.grant(A, number, 0.0))
+    assert not step.is_due
+    counted(late)
+    assert step.is_due and len(step.counted) == 3
+    waiting.begin_forward()
+    assert waiting.epoch == step.epoch == 1, "its weights are those of its forward, not of its grant"
 
 
 def test_closed_gate_keeps_leases_valid() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from node.tasks.base import Step
-from node.tasks.paced_stage import SIZES, PacedStage
+from node.tasks.paced_stage import SIZES, PacedStage, WrongWeights
 from protocols.base import Member
 from protocols.pipeline import driving
 from protocols.pipeline.admission import Lease
@@ -39,6 +39,18 @@ step = PacedStage.step
 def double(self: PacedStage, round_number: int, number: int) -> Step:
     done = step(self, round_number, number)
     return Step(done.loss, 2 * done.tokens)
+
+
+LOOKING_AHEAD = replace(SCENARIO, lookahead=2)
+
+
+def test_play_with_lookahead_is_clean_and_a_backward_in_later_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At last as if a replica computed each backward in its present weights."""
+    monkeypatch.setattr(PipelineWorld, "goes_on", rounds(2))
+    assert not play(LOOKING_AHEAD, PipelineWorld).violations
+    monkeypatch.setattr(Lease, "is_stale", property(lambda self: False))
+    with pytest.raises(WrongWeights):
+        play(LOOKING_AHEAD, PipelineWorld)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +94,9 @@ def test_call_that_outlives_its_replica_is_found(
 
 
 def test_backward_at_another_replica_is_found() -> None:
-    """At another peer, in another incarnation, and in later weights of the same replica."""
+    """At another peer, in another incarnation, and in later weights of the same replica. Those before the last step
+    are kept, until they are replaced.
+    """
     here = PacedStage(64, 1, 32, Member("a"))
     there, later = PacedStage(64, 1, 32, Member("b")), PacedStage(64, 1, 32, Member("a", 1))
     (x,) = here.run(StageJob(JobKind.FORWARD, (b"batch",))).payloads
@@ -93,9 +107,16 @@ def test_backward_at_another_replica_is_found() -> None:
     for other in (there, later):
         with pytest.raises(RuntimeError, match="never gave"):
             other.run(backward)
+    stale = replace(backward, stale=True)
+    with pytest.raises(RuntimeError, match="never gave"):
+        here.run(stale)
     here.step(0, 0)
     with pytest.raises(RuntimeError, match="never gave"):
         here.run(backward)
+    assert here.run(stale).payloads
+    here.discard()
+    with pytest.raises(RuntimeError, match="never gave"):
+        here.run(stale)
 
 
 def event(
@@ -104,7 +125,7 @@ def event(
     return PipelineEvent(kind, DRIVER, number, stage, replica or (REPLICA if stage else DRIVER), epoch, why)
 
 
-STARTED = (event("granted", 0), event("granted", 1))
+STARTED = (event("granted", 0), event("forwarded", 0), event("granted", 1))
 DONE = (*STARTED, event("counted", 1), event("counted", 0), event("done", 0))
 PLANTED: dict[str, tuple[str, tuple[PipelineEvent, ...]]] = {
     "counted at two replicas": ("counted-once", (*DONE, event("granted", 1, 1, OTHER), event("counted", 1, 1, OTHER))),
@@ -126,10 +147,57 @@ def timed(events: tuple[PipelineEvent, ...]) -> list[tuple[float, PipelineEvent]
     return [(2.0 * index, each) for index, each in enumerate(events)]
 
 
-@pytest.mark.parametrize("invariant, events", PLANTED.values(), ids=PLANTED)
-def test_planted_events_are_found(invariant: str, events: tuple[PipelineEvent, ...]) -> None:
-    assert invariant in {violation.invariant for violation in check(timed(events), SETTINGS, [DRIVER])}
+def begun(number: int, epoch: int) -> tuple[PipelineEvent, ...]:
+    return event("granted", 0, number, epoch=epoch), event("forwarded", 0, number, epoch=epoch)
+
+
+def counted(number: int, at: int, forwarded_at: int) -> tuple[PipelineEvent, ...]:
+    """A microbatch whose count in stage 0 is in weights of an epoch; in stage 1 of another."""
+    last = event("granted", 1, number, epoch=at), event("counted", 1, number, epoch=at)
+    return *last, event("counted", 0, number, epoch=forwarded_at), event("done", 0, number)
+
+
+def stepped(epoch: int) -> tuple[PipelineEvent, ...]:
+    return event("stepped", 0, epoch=epoch), event("stepped", 1, epoch=epoch)
+
+
+AHEAD = PipelineSettings(bytes(32), 2, 2, SIZES, lookahead=1)
+LATE = (
+    *(*begun(1, 0), *begun(2, 0), *begun(3, 0), *counted(1, 0, 0), *counted(2, 0, 0), *stepped(0)),
+    *(*begun(4, 1), *begun(5, 1), *counted(4, 1, 1)),
+)
+"""Microbatch 3 was begun in the first step's weights, and is not counted in it."""
+PLANTED_AHEAD: dict[str, tuple[str, tuple[PipelineEvent, ...]]] = {
+    "counted in weights that are over": (
+        "same-weights",
+        (*LATE, *counted(5, 1, 1), *stepped(1), *counted(3, 2, 0)),
+    ),
+    "step before its last stale lease": ("full-steps", (*LATE, *counted(5, 1, 1), *stepped(1))),
+    "counted in other weights than forwarded": ("same-weights", (*LATE, *counted(3, 1, 1))),
+    "forwarded before the weights were replaced": (
+        "same-weights",
+        (*begun(1, 0), event("voided", 0), event("counted", 0)),
+    ),
+    "one microbatch beyond the lookahead": ("full-steps", (*LATE, *begun(6, 1))),
+}
+
+
+@pytest.mark.parametrize(
+    "settings, invariant, events",
+    [
+        *((SETTINGS, *each) for each in PLANTED.values()),
+        *((AHEAD, *each) for each in PLANTED_AHEAD.values()),
+    ],
+    ids=(*PLANTED, *PLANTED_AHEAD),
+)
+def test_planted_events_are_found(
+    settings: PipelineSettings, invariant: str, events: tuple[PipelineEvent, ...]
+) -> None:
+    found = check(timed(events), settings, [DRIVER])
+    assert invariant in {violation.invariant for violation in found}
 
 
 def test_clean_events_pass() -> None:
     assert not check(timed(DONE), SETTINGS, [DRIVER])
+    late = (*LATE, *counted(3, 1, 0), *stepped(1), *counted(5, 2, 1))
+    assert not check(timed(late), AHEAD, [DRIVER])
