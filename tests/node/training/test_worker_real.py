@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -524,7 +524,11 @@ async def test_overlapped_work_stays_across_the_outer_step(dies: bool, fragments
         await training.until_tokens(10 * STEP_TOKENS)
         handed_in, begun = await training.end(), trainer.anchor().clone()
         cut, overlap, heard = await vector(trainer), Overlap(trainer, account, head, handed_in), list[LocalProgress]()
-        async with overlap.run(key(1, head.next_fragment), heard.append):
+
+        def train(arrived: asyncio.Event) -> Awaitable[LocalProgress]:
+            return trainer.train(key(1, head.next_fragment), arrived, heard.append)
+
+        async with overlap.run(train, heard.append):
             await until(lambda: heard and heard[-1].tokens >= handed_in.tokens + 2 * STEP_TOKENS)
             if dies:
                 assert trainer.pid
