@@ -187,22 +187,22 @@ class ReplicatedOuterLoop(OuterLoop):
         """
         head, trained = self.chain.head, self._trained
         overlap = Overlap(self.trainer, self.fragments, head, work)
-        train, progress = self._alone, partial(self._show_progress, "averaging")
-        if self._overlaps and self._average_seconds >= work.step_seconds:
-            following = replace(head.key, round=self.chain.trained + 1, fragment=head.next_fragment)
-            train = lambda arrived: self.trainer.train(following, arrived, progress)  # noqa: E731
+        following = replace(head.key, round=self.chain.trained + 1, fragment=head.next_fragment)
+        progress = partial(self._show_progress, "averaging")
+        overlaps = self._overlaps and self._average_seconds >= work.step_seconds
+        train = partial(self.trainer.train, following, progress=progress) if overlaps else self._alone
         ends = self.leaving or self.last_round or self.me not in head.roster
         if not train or ends or len(head.roster) == 1:
             yield overlap
             return
         cut, tokens, seconds = asyncio.get_running_loop().time(), trained.tokens, trained.seconds
-        self.is_overlapped = train is not self._alone
+        self.is_overlapped = overlaps
         try:
             async with overlap.run(train, progress):
                 yield overlap
         finally:
             self.is_overlapped = False
-        if train is not self._alone:
+        if overlaps:
             self._since = cut
         watch.seconds["overlap"] = trained.seconds - seconds
         self._overlap_tokens = trained.tokens - tokens

@@ -75,8 +75,8 @@ async def open_session(
     """Build the session, and keep up what runs beside it until the context ends.
 
     `info` is what joiners get of the run. `entrance` led to this peer's stage; None without stages. `unanswered` are
-    multiaddrs that the user gave and where no peer answered. `on_lost` is called with the reason if
-    this peer has to ask for a stage again.
+    multiaddrs that the user gave and where no peer answered. `on_lost` is called with the reason if this peer has to
+    ask for a stage again.
     """
     config, state, tracker, view, run = peer.config, peer.state, peer.tracker, peer.view, manifest.config
     key = start.chain.head.key

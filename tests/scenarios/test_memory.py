@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from protocols.aio import loop_time
 from protocols.allreduce.all_reduce import AllReduce, Reducer
 from protocols.allreduce.parts import ReducedPart
 from protocols.butterfly.round import Round
@@ -33,12 +34,12 @@ Trouble = Callable[[ScenarioRunner], Awaitable[None]]
 def tracker() -> Counter[str]:
     """What is alive, of all peers together: objects of each kind, and bytes of parts and of snapshots.
 
-    Without snapshots that are lent to a joiner, which end by their own time.
+    Without snapshots that are lent to a joiner, until their time is over.
     """
     gc.collect()
     count: Counter[str] = Counter()
     objects = gc.get_objects()
-    lent = {id(each.snapshot) for each in objects if type(each) is _Lease}
+    lent = {id(each.snapshot) for each in objects if type(each) is _Lease and each.until > loop_time()}
     for each in objects:
         if id(each) in lent:
             continue
