@@ -272,6 +272,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lookahead", type=int, default=0, help="A, microbatches of the next step (default: 0)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
+    if options.lookahead < 0:
+        parser.error(f"--lookahead is 0 or more, not {options.lookahead}")
+    if options.lookahead and options.experiment == "silence":
+        parser.error("silence is measured without lookahead: leave it out")
+    if options.json and options.experiment in ("microbatches", "silence"):
+        parser.error(f"{options.experiment} writes no JSON: leave --json out")
     prepare()
     if options.experiment == "microbatches":
         microbatches(options.seeds, options.lookahead)

@@ -10,7 +10,7 @@ from torch import nn
 from node.tasks.saved_tensors import saved_tensors
 
 LEAST_BYTES, BYTES_OF_PARAMETER = 64 << 20, 8
-"""All graphs together may take the larger one: some bytes, or so many for each parameter."""
+"""All graphs together may take the larger of the two: the bytes, or the bytes of a parameter times their number."""
 
 Graph = tuple[torch.Tensor, torch.Tensor]
 """Input and output of a forward."""

@@ -84,7 +84,7 @@ class StageLearner:
         self._accumulated = _Accumulated()
 
     def keep_graphs(self, most_bytes: int) -> None:
-        """Keep graphs of so many bytes between forwards and their backwards, instead of the usual number."""
+        """Keep graphs of at most these bytes between forwards and their backwards, instead of the usual bound."""
         self._graphs = KeptGraphs(self._task.module, most_bytes)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
