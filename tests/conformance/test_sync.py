@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import BadPayload, Deadline, PeerGone, PeerSilent
+from protocols.base import BadPayload, PeerGone, PeerSilent
 from protocols.blobs.parts import PartCache
 from protocols.registry import CHUNK_ELEMENTS
 from protocols.vectors.codec import codec
 from protocols.vectors.views import VectorView
 from tests.conformance.hosts import Network, host
-from tests.conformance.worlds import Peers, World, in_each_world, soon
+from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, in_each_world, soon
 from tests.support.long import long
 from tests.support.sync_cluster import SyncCluster, fetch_part
 
@@ -36,14 +36,10 @@ def made_part() -> tuple[ReducedPart, torch.Tensor]:
     return part, vector
 
 
-async def fetched_until(deadline: Deadline, peers: Peers, part: ReducedPart) -> ReducedPart:
+async def fetched(peers: Peers, part: ReducedPart, silence_seconds: float = GENEROUS_SECONDS) -> ReducedPart:
     assert part.result
     empty = ReducedPart(part.codec, *SPAN)
-    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, empty, deadline, silence=0.3)
-
-
-async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:
-    return await fetched_until(soon(), peers, part)
+    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, empty, soon(), silence_seconds)
 
 
 class TestParts:
@@ -82,7 +78,7 @@ class TestParts:
         await fetched(peers, part)
         await peers.freeze_peer(1)
         with pytest.raises(PeerSilent):
-            await fetched_until(soon(0.5), peers, part)
+            await fetched(peers, part, silence_seconds=0.3)
 
 
 def play(world: World, elements: int, body: Callable[[SyncCluster, Peers, list[str]], Awaitable[None]]) -> None:

@@ -234,7 +234,12 @@ class SyncCluster(SimSwarm):
 
 
 async def fetch_part(
-    host: Host, peer: PeerId, wanted: wire.PartDigest, part: ReducedPart, deadline: Deadline, silence: float = 30.0
+    host: Host,
+    peer: PeerId,
+    wanted: wire.PartDigest,
+    part: ReducedPart,
+    deadline: Deadline,
+    silence_seconds: float = 30.0,
 ) -> ReducedPart:
     """Fetch a part into an empty one; raises what the peer did instead, and PeerGone if it does not have it."""
     errors: list[PeerError | BadPayload] = []
@@ -243,7 +248,7 @@ async def fetch_part(
         RoundAccounting(),
         wanted=wanted,
         part=part,
-        silence_seconds=silence,
+        silence_seconds=silence_seconds,
         on_lost=lambda _, error: errors.append(error),
     )
     if await download.run(lambda: [peer], deadline):
