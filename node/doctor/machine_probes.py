@@ -27,7 +27,7 @@ from node.runtime.identity import IdentityError, load
 from node.runtime.listening import listen
 from node.runtime.locks import LocksUnsupported, hold
 from node.storage.checkpoint import DIRECTORY, places
-from node.storage.statedir import holds_run
+from node.storage.statedir import STAGES, holds_run
 from protocols.aio import loop_time
 
 MAX_FILES = 100_000
@@ -77,7 +77,8 @@ def _storage(directory: Path) -> Storage:
             return replace(facts, problem=f"nothing can be written in {above}")
         if held := hold(above):
             os.close(held)
-        checkpoints = [_bytes(each) for each in places(directory / DIRECTORY)]
+        homes = (directory, *(directory / STAGES).glob("*"))
+        checkpoints = [_bytes(each) for home in homes for each in places(home / DIRECTORY)]
     except LocksUnsupported:
         return replace(facts, problem=f"the file system of {above} has no locks, which keep a second peer out")
     except OSError as error:

@@ -14,7 +14,7 @@ from node.runtime.identity import verify
 from node.runtime.program import typed
 from node.storage.certificate_log import stored
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, described, places, verified
-from node.storage.statedir import is_over
+from node.storage.statedir import StateError, home_of, is_over
 from protocols import wire
 from protocols.base import BadPayload
 from protocols.consensus import record as records
@@ -84,8 +84,11 @@ def saved_run(directory: Path, sealed: bytes, is_running: bool) -> SavedRun:
         return SavedRun(problem=f"{file} cannot be used ({what}): {cure}")
     facts = SavedRun(manifest.config.name, manifest.run_id, is_over=is_over(directory))
     try:
-        decided, is_cut = _certificates(directory / "certificates.bin")
-        there = places(directory / DIRECTORY)
+        home = home_of(directory)
+        decided, is_cut = _certificates(home / "certificates.bin")
+        there = places(home / DIRECTORY)
+    except StateError as error:
+        return replace(facts, problem=str(error))
     except OSError as error:
         return replace(
             facts, problem=f"the run cannot be read ({error.filename}: {error.strerror}): repair the directory"

@@ -20,7 +20,7 @@ from node.runtime.identity import verify
 from node.storage.certificate_log import stored
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newest
 from node.storage.journal import tail
-from node.storage.statedir import StateError, read_stage
+from node.storage.statedir import StateError, home_of, read_stage
 from node.tasks.extra import named_tensors
 from node.tasks.hf.settings import ModelError
 from protocols import wire
@@ -144,11 +144,11 @@ def _newest_of(directories: Sequence[Path], stage: int, manifest: Manifest) -> _
 def _load(directory: Path, stage: int, manifest: Manifest) -> _Loaded:
     for attempt in range(_ATTEMPTS):
         try:
-            checkpoint = newest(directory)
+            checkpoint = newest(home_of(directory))
             vectors = checkpoint.parameters()
             break
         except CheckpointError as error:
-            if attempt == _ATTEMPTS - 1 or not (directory / DIRECTORY).is_dir():
+            if attempt == _ATTEMPTS - 1 or not (home_of(directory) / DIRECTORY).is_dir():
                 raise ModelError(
                     f"{error}: a peer makes its first one after some rounds, and keeps only the last ones"
                 ) from None
@@ -208,7 +208,7 @@ def trained_rounds(directory: Path, checkpoint: Checkpoint) -> int:
     """
     idle, lineage = 0, b""
     try:
-        for encoded in islice(stored(directory / "certificates.bin"), checkpoint.round):
+        for encoded in islice(stored(home_of(directory) / "certificates.bin"), checkpoint.round):
             certificate = wire.expect(wire.decode(encoded), Certificate)
             record = records.decode(certificate.record)
             idle += record.idle

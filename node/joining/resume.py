@@ -69,9 +69,9 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
     first = seat.member.peer if seat else "" if manifest.stages else manifest.founder.peer
     run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
     try:
-        return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or state.identity.peer_id == first)
+        return ResumableRun(manifest, run, bool(places(state.home / DIRECTORY)) or state.identity.peer_id == first)
     except OSError as error:
-        raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): make it readable") from None
+        raise StateError(f"{state.home / DIRECTORY} cannot be read ({error.strerror}): make it readable") from None
 
 
 def require_none(state: StateDir) -> None:
@@ -84,7 +84,7 @@ def require_none(state: StateDir) -> None:
     except ManifestError as error:
         there = (state.path / "manifest.bin").exists()
         why, kept = f" ({error})" if there else " (manifest.bin is missing)", kept or there
-    if kept or (state.path / DIRECTORY).exists():
+    if kept or (state.home / DIRECTORY).exists():
         raise StateError(f"the run in {state.path} cannot be resumed{why}: --bootstrap joins it again, {ANOTHER}")
 
 
@@ -150,7 +150,7 @@ def load_restart_point(
     `alone`: no other peer answered that could send the chain.
     """
     try:
-        found = tuple(whole(state.path, log.warning, manifest.run_id))
+        found = tuple(whole(state.home, log.warning, manifest.run_id))
         chained = found if shares_anchor else ()
         archive, chain = _cut(state, manifest, seat, chained, alone and (shares_anchor or not found))
     except CheckpointError as error:
@@ -179,10 +179,10 @@ def _cut(
     stage, first = (seat.stage, seat.member) if seat else (0, manifest.founder)
     chain = chain_of(manifest, stage, first, archive)
     unused = [each for each in found if not _is_of(chain, each)]
-    what = f"none of the checkpoints in {state.path / DIRECTORY} can be used"
+    what = f"none of the checkpoints in {state.home / DIRECTORY} can be used"
     if unused:
         what = f"{state.certificates} is damaged, or of another branch: it does not lead to {_listed(unused)}"
-    if alone and len(unused) == len(found) and places(state.path / DIRECTORY):
+    if alone and len(unused) == len(found) and places(state.home / DIRECTORY):
         copy.unlink()
         raise StateError(f"{what}; give the address of a peer of the run with --bootstrap, or start another with --new")
     if unused:
@@ -190,7 +190,7 @@ def _cut(
     cut_back(found, chain)
     archive.sync()
     copy.replace(state.certificates)
-    sync_directory(state.path)
+    sync_directory(state.home)
     return archive, chain
 
 

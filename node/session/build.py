@@ -98,7 +98,7 @@ async def open_session(
         DhtDirectory(peer.transport, state.identity, peer.clock, key.run, membership.offset_seconds) as directory,
         ScratchSpace(state.path, peer.disk) as scratch,
         CheckpointManager(
-            state.path,
+            state.home,
             start.like(manifest.run_id, worker.layout),
             every_rounds=config.checkpoint_every,
             limit_bytes=int(config.disk_limit_bytes),
@@ -326,7 +326,7 @@ def _outer_loop(
         snapshots=snapshots,
         part_cache=parts,
         hints=membership.peers,
-        make_archive=partial(spool, state.path),
+        make_archive=partial(spool, state.home),
         on_better=lambda branch: butterfly.supersede(),
     )
     butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear)

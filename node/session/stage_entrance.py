@@ -45,7 +45,7 @@ class StageEntrance:
     async def _take(self, stage: int) -> None:
         self.line = self.seats.line(stage)
         await self.keep(self.seats.told())
-        await self._disk.run(partial(self._state.keep_stage, seat_to_bytes(self.seat)), 0)
+        await self._disk.run(partial(self._state.enter_stage, stage, seat_to_bytes(self.seat)), 0)
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
         """Write the known seats to the disk."""
@@ -58,7 +58,7 @@ class StageEntrance:
         """
         seat = seat_of(self._state.stage())
         if seat is None and self._state.stage():
-            raise StateError(f"{self._state.path / 'stage.json'} is damaged: start with another --state-dir")
+            raise StateError(f"{self._state.home / 'stage.json'} is damaged: start with another --state-dir")
         try:
             self.seats.add([*([seat] if seat else []), *seats_of(self._state.seats() or b"[]")])
         except (BadPayload, ValueError) as error:

@@ -8,8 +8,9 @@ checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
 data.json       what its data were at its last start (`node.tasks.given_data`)
 pause.json      exists if the peer was asked to pause (`node.session.pausing`)
-stage.json      its stage, and the stage's first member (`node.membership.seats`), in a run with stages
 seats.json      the first members of all stages that it knows (`node.membership.seats`)
+stage           in a run with stages, the number of its stage; certificates.bin and checkpoints/ lie in stages/<k>/ then
+stages/<k>/     what belongs to stage k, where it is or has been: these two, and stage.json: the stage's first member
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
 past/stage/     files of a stage that it has left before its first round
@@ -18,6 +19,7 @@ past/stage/     files of a stage that it has left before its first round
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -31,16 +33,19 @@ from node.runtime.json_file import read_json
 from node.storage.journal import KEEP_FILES
 from protocols.base import PeerId
 
+log = logging.getLogger(__name__)
+
 SCRATCH = "scratch"  # directory of buffers on the disk; the name is here because what is refused shall not load PyTorch
 MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40  # the limit of `protocols.wire`: other peers ignore members of a higher incarnation
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
-    "certificates.bin", "checkpoints", "stage.json", "seats.json",
+    "certificates.bin", "checkpoints", "stage.json", "seats.json", "stage", "stages",
     *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 STAGE = "stage.json"
+STAGES, _PRESENT = "stages", "stage"
 
 
 class StateError(Exception):
@@ -59,7 +64,9 @@ class StateDir:
         """Create the directory if there is none, and start a new incarnation. Raises StateError and IdentityError."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return cls(path, load_or_create(path / "identity.key"), _next_incarnation(path / "incarnation"))
+            opened = cls(path, load_or_create(path / "identity.key"), _next_incarnation(path / "incarnation"))
+            opened._take_over()
+            return opened
         except OSError as error:
             raise StateError(
                 f"cannot write {error.filename or path} ({error.strerror}): "
@@ -79,8 +86,13 @@ class StateDir:
         return self.path / "data.json"
 
     @property
+    def home(self) -> Path:
+        """Where the chain and the checkpoints lie: the directory of the present stage, in a run with stages."""
+        return home_of(self.path)
+
+    @property
     def certificates(self) -> Path:
-        return self.path / "certificates.bin"
+        return self.home / "certificates.bin"
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -93,12 +105,31 @@ class StateDir:
         return _read(self.sample, MAX_SAMPLE_BYTES)
 
     def stage(self) -> bytes:
-        """This peer's stage in the directory's run, as `keep_stage` was given it; empty if there is none."""
-        return _read(self.path / STAGE, _MAX_CACHE_BYTES)
+        """The seat of this peer's stage in the directory's run, as `enter_stage` was given it; empty if it has none."""
+        return _read(self.home / STAGE, _MAX_CACHE_BYTES)
 
-    def keep_stage(self, place: bytes) -> None:
+    def stage_home(self, stage: int) -> Path:
+        return self.path / STAGES / str(stage)
+
+    def prepare_stage(self, stage: int, seat: bytes) -> Path:
+        """Make the directory of a stage, or find it as it was left, and save the stage's seat there."""
+        home = self.stage_home(stage)
+        try:
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_directory(home.parent)
+        except OSError as error:
+            raise StateError(f"cannot write {home} ({error.strerror}): free space there") from None
+        self._keep_durably(home / STAGE, seat)
+        return home
+
+    def switch_stage(self, stage: int) -> None:
+        """Make a prepared stage the present one. After a crash either it is, or the former one. Raises StateError."""
+        self._keep_durably(self.path / _PRESENT, b"%d\n" % stage)
+
+    def enter_stage(self, stage: int, seat: bytes) -> None:
         """Save this peer's stage, which it keeps once the run has begun. Raises StateError."""
-        self._keep_durably(STAGE, place)
+        self.prepare_stage(stage, seat)
+        self.switch_stage(stage)
 
     def seats(self) -> bytes:
         """The known seats, as `keep_seats` was given them; empty if there are none."""
@@ -106,25 +137,47 @@ class StateDir:
 
     def keep_seats(self, seats: bytes) -> None:
         """Save the known seats. When this returns, they survive a power failure. Raises StateError."""
-        self._keep_durably("seats.json", seats)
+        self._keep_durably(self.path / "seats.json", seats)
 
     def leave_stage(self) -> None:
         """Move what belongs to this peer's stage aside, before any round of it was decided. Raises StateError."""
-        there = [self.path / name for name in ("certificates.bin", "checkpoints", STAGE) if (self.path / name).exists()]
         try:
             past = self._past("stage")
-            for file in there:  # the stage last: until then the peer is in it
-                file.rename(past / file.name)
-            sync_directory(past)
+            if self.home != self.path:
+                self.home.rename(past / self.home.name)  # without it, the peer is in no stage
+                sync_directory(past)
+            (self.path / _PRESENT).unlink(missing_ok=True)
             sync_directory(self.path)
         except OSError as error:
             raise StateError(f"cannot write {self.path} ({error.strerror}): make it writable") from None
 
-    def _keep_durably(self, name: str, data: bytes) -> None:
+    def _take_over(self) -> None:
+        """Move what belongs to a stage into its directory. Earlier versions had it beside the rest. Raises OSError.
+
+        A crash at any point leaves what the next start takes over: stage.json goes last.
+        """
+        if not (self.path / STAGE).exists():
+            return
         try:
-            write_atomically(self.path / name, data)
+            home = self.stage_home(_stage_in(self.path / STAGE))
+        except StateError:
+            return  # it is read as it is: the peer says what is damaged
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(self.path / _PRESENT, home.name.encode())
+        for name in ("certificates.bin", "checkpoints", STAGE):
+            if (self.path / name).exists():
+                if (home / name).exists():
+                    (home / name).rename(self._past("stage") / name)
+                (self.path / name).rename(home / name)
+            sync_directory(home)
+            sync_directory(self.path)
+        log.warning("the files of stage %s are in %s from now on", home.name, home)
+
+    def _keep_durably(self, path: Path, data: bytes) -> None:
+        try:
+            write_atomically(path, data)
         except OSError as error:
-            raise StateError(f"cannot write {self.path / name} ({error.strerror}): free space there") from None
+            raise StateError(f"cannot write {path} ({error.strerror}): free space there") from None
 
     @property
     def is_over(self) -> bool:
@@ -155,6 +208,7 @@ class StateDir:
             for name in _OF_A_RUN:
                 if (self.path / name).is_file():
                     (self.path / name).unlink()
+            shutil.rmtree(self.path / STAGES, ignore_errors=True)
             for place, aside in self._moved:
                 aside.rename(place)
             sync_directory(self.path)
@@ -259,16 +313,36 @@ def holds_run(directory: Path) -> bool:
     """Whether a directory's run can be resumed: it is not over, and the directory has known peers or checkpoints."""
     if not (directory / "manifest.bin").exists() or is_over(directory):
         return False
-    return (directory / "peers.json").exists() or (directory / "checkpoints").exists()
+    return (directory / "peers.json").exists() or (home_of(directory) / "checkpoints").exists()
 
 
 def is_over(directory: Path) -> bool:
     return (directory / "over").exists()
 
 
+def home_of(directory: Path) -> Path:
+    """Where the chain and the checkpoints of a state directory lie: in the directory of its peer's present stage.
+
+    The directory itself, in a run without stages, or if a model was fetched into it. Raises StateError.
+    """
+    try:
+        present = (directory / _PRESENT).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return directory
+    except OSError as error:
+        raise StateError(f"{directory / _PRESENT} cannot be read ({error.strerror}): repair it") from None
+    number = present.strip()
+    if not (number.isdigit() and len(number) <= 3):
+        raise StateError(f"{directory / _PRESENT} is damaged: write the number of its peer's stage into it")
+    return directory / STAGES / str(int(number))
+
+
 def read_stage(directory: Path) -> int:
     """The stage that a directory's peer holds; 0 if there is no `stage.json`. Raises StateError."""
-    path = directory / STAGE
+    return _stage_in(home_of(directory) / STAGE)
+
+
+def _stage_in(path: Path) -> int:
     try:
         found = read_json(path)
         stage = 0 if found is None else found["stage"]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from node.storage.statedir import home_of
 from tests.faults.event_log import EventLog
 from tests.faults.network import Namespaces
 from tests.faults.steps import Step
@@ -86,7 +87,7 @@ class MachineFaults:
         for name in targets:
             peer = self._small(name)
             self._full.append(peer)
-            home = peer.directory / "checkpoints"
+            home = home_of(peer.directory) / "checkpoints"
             newest = max((each for each in home.glob("[0-9]*") if each.is_dir()), key=lambda each: each.name)
             room_bytes = 2 * sum(file.stat().st_size for file in newest.iterdir())
             assert any(self._choked(peer, home, room_bytes) for _ in range(CHOKES)), f"{name} was always faster"
@@ -120,7 +121,9 @@ class MachineFaults:
         self, targets: tuple[str, ...], step: Step, how: Callable[[Path, random.Random], None], what: str
     ) -> None:
         for name in targets:
-            kept = [each for each in (self._swarm[name].directory / "checkpoints").glob("[0-9]*") if each.is_dir()]
+            kept = [
+                each for each in (home_of(self._swarm[name].directory) / "checkpoints").glob("[0-9]*") if each.is_dir()
+            ]
             files = sorted(max(kept, key=lambda each: each.name).iterdir())
             rng = random.Random(f"{step.amount}")
             how(rng.choice(files), rng)

@@ -63,8 +63,8 @@ class Disk:
     def seats(self) -> bytes:
         return self.kept.get("seats", b"")
 
-    def keep_stage(self, place: bytes) -> None:
-        self.kept["stage"] = place
+    def enter_stage(self, stage: int, seat: bytes) -> None:
+        self.kept["stage"] = seat
 
     def keep_seats(self, seats: bytes) -> None:
         self.kept["seats"] = seats

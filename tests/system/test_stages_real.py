@@ -88,7 +88,7 @@ def test_run_begins_without_its_founder(tmp_path: Path, joining: int) -> None:
     with ChoosingSwarm(tmp_path, THREE) as swarm:
         founder = swarm.found("a")
         (first,) = swarm.join("b", via=founder)
-        wait("b is in a stage", lambda: (first.directory / "stage.json").exists(), 60)
+        wait("b is in a stage", lambda: (first.directory / "stage").exists(), 60)
         at = ("--bootstrap", founder.address, "--bootstrap", first.address)
         others = [swarm.peer(name).start(*at) for name in "cd"[:joining]]
         if joining:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,60 @@ def test_resumable_run_needs_peers_or_a_state(state: StateDir) -> None:
     state.begin("bb" * 32, "aa" * 32, b"another", b"")
     assert not state.is_over and not (state.path / "checkpoints").exists()
     assert (state.path / "past" / ("aa" * 8) / "checkpoints" / "000000-00").exists()
+
+
+def _old_stage(path: Path) -> dict[str, bytes]:
+    """A directory as earlier versions kept a stage, with what is to be in stages/2/ afterwards."""
+    files = {"checkpoints/000005-05/outer.safetensors": b"state", "certificates.bin": b"chain"}
+    files["stage.json"] = b'{"stage": 2}'
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    return files
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_stage_of_an_earlier_version_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """Without a loss, also if the first attempt dies after so many files."""
+    files, rename = _old_stage(tmp_path), Path.rename
+
+    def crash(self: Path, target: Path) -> Path:
+        nonlocal renames
+        if self.parent == tmp_path and self.name in ("certificates.bin", "checkpoints", "stage.json"):
+            if not renames:
+                raise KeyboardInterrupt
+            renames -= 1
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", crash)
+        StateDir.open(tmp_path)
+    state = StateDir.open(tmp_path)
+    assert content(tmp_path / "stages" / "2") == files
+    assert read_stage(tmp_path) == 2 and state.certificates.read_bytes() == b"chain"
+    assert not any((tmp_path / name).exists() for name in ("checkpoints", "certificates.bin", "stage.json", "past"))
+
+
+def test_stages_keep_what_is_theirs(state: StateDir) -> None:
+    """A prepared stage changes nothing before the switch, which one write makes. A stage left before is found again."""
+    state.begin("aa" * 32, "", b"sealed", b"")
+    state.enter_stage(0, b'{"stage": 0}')
+    state.certificates.write_bytes(b"of 0")
+    state.prepare_stage(1, b'{"stage": 1}')
+    (state.stage_home(1) / "certificates.bin").write_bytes(b"of 1")
+    assert state.certificates.read_bytes() == b"of 0" and read_stage(state.path) == 0
+    state.switch_stage(1)
+    assert state.certificates.read_bytes() == b"of 1" and read_stage(state.path) == 1
+    state.enter_stage(0, b'{"stage": 0}')
+    assert StateDir.open(state.path).certificates.read_bytes() == b"of 0"
+    state.leave_stage()
+    assert not state.stage() and state.home == state.path
+    assert (state.path / "past" / "stage" / "0" / "certificates.bin").read_bytes() == b"of 0"
+    (state.path / "stage").write_bytes(b"x")
+    with pytest.raises(StateError, match=r"/stage is damaged: write the number"):
+        holds_run(state.path)
 
 
 def test_stage_is_read_or_named_as_damaged(tmp_path: Path) -> None:
