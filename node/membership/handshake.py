@@ -8,7 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from node.membership.failure_detector import PULSE_SECONDS
-from node.membership.hello import MAX_ADDRESSES, VERSION, Heartbeat, Hello, HelloRejected, StageSeat, signed_part
+from node.membership.hello import (
+    MAX_ADDRESSES,
+    STAYS,
+    UNPLACED,
+    VERSION,
+    Heartbeat,
+    Hello,
+    HelloRejected,
+    Placement,
+    StageSeat,
+    signed_part,
+)
 from node.membership.peer_record import PeerRecord
 from node.membership.seats import SeatLine, Seats
 from node.outer.activity import Activity
@@ -33,6 +44,7 @@ class LocalStage:
     has_begun: Callable[[], bool] = lambda: False  # whether the stage has decided a round at this peer
     rounds: int = 0  # of stage 0: training rounds that have ended at this peer
     rate: float = 0.0  # microbatches/s that this peer can compute; 0 if it is not known yet
+    placement: Placement = UNPLACED
 
     @property
     def seat(self) -> StageSeat:
@@ -83,9 +95,20 @@ class HandshakeProtocol:
         return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
     def _pulse(self, number: int) -> Heartbeat:
-        rounds, rate = (stage.rounds, stage.rate) if (stage := self._local.stage) else (0, 0.0)
-        wall, round_number = self._clock.wall(), self._local.round()
-        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, self.activity.value)
+        stage, wall, round_number = self._local.stage, self._clock.wall(), self._local.round()
+        rounds, rate, placement = (stage.rounds, stage.rate, (stage.placement,)) if stage else (0, 0.0, ())
+        idle = self.activity.value
+        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, idle, placement)
+
+    def _take(self, contact: PeerRecord, pulse: Heartbeat) -> None:
+        stages = self._local.stage.seats.stages if self._local.stage else 0
+        if pulse.placement and not stages:
+            raise BadPayload("speaks of stages in a run without them")
+        for placement in pulse.placement:
+            if STAYS != placement.moving >= stages or placement.holds >> stages:
+                raise BadPayload(f"moves to a stage, or has a backup of one, that is none of the run's {stages}")
+        contact.hear(pulse, asyncio.get_running_loop().time())
+        self._on_heard(contact)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
         """The message of `BadPayload` is meant for the peer's user."""
@@ -133,8 +156,7 @@ class HandshakeProtocol:
     def _hear(self, contact: PeerRecord, echo: Heartbeat, began: float) -> None:
         now = asyncio.get_running_loop().time()
         contact.detector.hear(now)
-        contact.said = echo
-        self._on_heard(contact)
+        self._take(contact, echo)
         contact.round_trip_seconds = now - began
         if contact.round_trip_seconds <= QUICK_SECONDS:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
@@ -148,8 +170,7 @@ class HandshakeProtocol:
                 return  # the table has dropped this peer; it may greet again
             if contact.hello.nonce != hello.nonce:
                 return await stream.send(HelloRejected("another incarnation of it is known", (contact.hello,)))
-            contact.said = pulse
-            self._on_heard(contact)
+            self._take(contact, pulse)
             contact.called()
             await stream.send(self._pulse(pulse.number))
             await asyncio.sleep(GAP_SECONDS)

@@ -24,15 +24,16 @@ from protocols.wire import (
     uint,
 )
 
-HELLO = "starling/hello/5"
+HELLO = "starling/hello/6"
 BOOTSTRAP_METHOD = "starling/entry/1"
 
-VERSION = 5
+VERSION = 6
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
 ANY_STAGE = MAX_STAGES  # in `WantStage`: the joiner leaves the choice to the others
 NO_STAGE = MAX_STAGES + 1
 """In `WantStage`: the sender wants to know the seats only. It gets no stage, and the answer changes nothing."""
+STAYS = MAX_STAGES  # in `Placement`: the sender moves to no other stage
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 256
 MAX_INTRODUCED = 32
@@ -117,6 +118,19 @@ class HelloRejected(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """What a peer of a run with stages says of its place: the rule that moves peers reads it."""
+
+    pinned: bool = flag()  # its user has chosen the stage
+    moving: int = uint(STAYS)  # the stage that it will move to
+    holds: int = uint((1 << MAX_STAGES) - 1)  # bit k: it has a backup of stage k
+    arrived: int = uint(1 << 40)  # training rounds of the run when it moved to its stage; 0: it has not moved
+
+
+UNPLACED = Placement(False, STAYS, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat(Header):
     """Shows that the sender is alive. The receiver answers at once with a heartbeat of the same number."""
 
@@ -128,6 +142,7 @@ class Heartbeat(Header):
     rounds: int = uint(1 << 40)  # training rounds that have ended at a sender of stage 0
     rate: float = real(0, MAX_RATE)  # microbatches/s that the sender can compute for its stage; 0: not known
     idle: int = uint(2)  # `node.outer.activity.Activity`
+    placement: tuple[Placement, ...] = optional(one(Placement), 1)  # empty in a run without stages
 
 
 @dataclass(frozen=True, slots=True)

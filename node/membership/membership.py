@@ -18,7 +18,7 @@ from statistics import median
 
 from node.membership.failure_detector import FailureDetector
 from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
-from node.membership.hello import HELLO, MAX_INTRODUCED, Hello, HelloRejected, PeerAddress, Welcome, sound
+from node.membership.hello import HELLO, MAX_INTRODUCED, STAYS, Hello, HelloRejected, PeerAddress, Welcome, sound
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import MAX_FAILURES, PeerRecord, PeerTable
 from node.network.address_scope import has_moved
@@ -179,6 +179,14 @@ class Membership:
     def announce_rate(self, rate: float) -> None:
         assert self._local.stage is not None
         self._local.stage.rate = rate
+
+    def announce_placement(self, moving: int = STAYS, *, arrived: int | None = None) -> None:
+        """Tell others at once that this peer moves to another stage, or stays; or in which round it has moved."""
+        assert self._local.stage is not None
+        before = self._local.stage.placement
+        arrived = before.arrived if arrived is None else arrived
+        self._local.stage.placement = replace(before, moving=moving, arrived=arrived)
+        self._hurry()
 
     def add_candidate(
         self, peer: PeerId, addresses: Sequence[str] = (), introduced_by: PeerId = ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from node.membership.failure_detector import FailureDetector
-from node.membership.hello import Heartbeat, Hello, sound
+from node.membership.hello import STAYS, UNPLACED, Heartbeat, Hello, Placement, sound
 from node.outer.activity import Activity
 from protocols.base import Member, PeerId
 
@@ -36,6 +36,7 @@ class PeerRecord:
     lost_at: float = 0.0  # when it was live for the last time
     why: str = "not tried yet"
     said: Heartbeat = NOTHING_SAID
+    moving_since: float = 0.0  # when it said for the first time that it moves to the stage of `moving`
     offset_seconds: float = 0.0  # its wall clock minus this peer's
     round_trip_seconds: float = 0.0
     introduced_by: PeerId = ""
@@ -67,12 +68,26 @@ class PeerRecord:
         return self.hello.stage if self.hello else None
 
     @property
+    def placement(self) -> Placement:
+        return self.said.placement[0] if self.said.placement else UNPLACED
+
+    @property
+    def moving(self) -> int | None:
+        """The stage that it says it will move to."""
+        return self.placement.moving if self.placement.moving not in (STAYS, self.stage) else None
+
+    @property
     def member(self) -> Member | None:
         return self.hello.member if self.hello else None
 
     @property
     def patience_seconds(self) -> float:
         return AGAIN_SECONDS if self.live and not self.cut else DIAL_SECONDS
+
+    def hear(self, pulse: Heartbeat, now: float) -> None:
+        before, self.said = self.placement.moving, pulse
+        if self.placement.moving != before:
+            self.moving_since = now
 
     def pause_seconds(self, wanted: bool) -> float:
         limit = WANTED_PAUSE_SECONDS if wanted else UNWANTED_PAUSE_SECONDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -19,6 +19,7 @@ from node.joining.bootstrap import BootstrapServer, RunInfo, add_candidates, ask
 from node.joining.stages import StageAssigner
 from node.machine.monitor import MachineMonitor, SleepGuard
 from node.membership.handshake import LocalPeer, LocalStage
+from node.membership.hello import UNPLACED
 from node.membership.membership import Membership
 from node.network.dht import DhtDirectory
 from node.outer.error_feedback import ErrorFeedback, feedback
@@ -92,6 +93,7 @@ async def open_session(
     has_begun = lambda: decided or history.head.key.round > 0  # noqa: E731
     stage = LocalStage(entrance.line, entrance.seats, has_begun) if entrance else None
     if stage:
+        stage.placement = replace(UNPLACED, pinned=config.stage is not None)
         stage.shown(peer.me.peer)  # so a seat that was used is final before others show theirs
     membership = _membership(peer, history, stage, unanswered, on_fatal)
     async with (

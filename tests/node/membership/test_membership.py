@@ -14,6 +14,7 @@ from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, Fai
 from node.membership.handshake import LocalStage
 from node.membership.hello import (
     HELLO,
+    UNPLACED,
     VERSION,
     Heartbeat,
     Hello,
@@ -163,9 +164,26 @@ async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) 
     a.announce_rounds(7)
     a.announce_rounds(5)
     b.announce_rate(12.5)
+    b.announce_placement(moving=1, arrived=6)
     await until(lambda: b.rounds_of("a") == c.rounds_of("a") == 7, 0.2)
     await until(lambda: swarm.contacts("a")["b"].said.rate == 12.5, 2.0)
     assert a.rounds_of("a") == 7 and b.rounds_of("nobody") == 0
+    said, since = swarm.contacts("a")["b"], swarm.contacts("a")["b"].moving_since
+    assert (said.moving, said.placement.arrived) == (1, 6)
+    await asyncio.sleep(2.0)
+    assert said.moving_since == since > 0.0, "the time of the first heartbeat that said so"
+    b.announce_placement()
+    await until(lambda: said.moving is None, 0.2)
+
+
+@pytest.mark.parametrize("lie", [{"moving": 3}, {"holds": 1 << 3}])
+@on_virtual_time
+async def test_stage_that_the_run_does_not_have_is_refused_in_heartbeats(swarm: MembershipSwarm, lie: Any) -> None:
+    swarm.stages = {name: seated(name, stage, "a") for stage, name in ((0, "a"), (2, "b"), (1, "c"))}
+    await swarm.meet("abc")
+    swarm.stages["b"].placement = replace(UNPLACED, **lie)
+    await until(lambda: swarm.sees("a") == swarm.sees("c") == ["a", "c"], 3.0)
+    assert any("none of the run's 3" in why for why in swarm.members["a"].refused) and not swarm.network.bugs
 
 
 @on_virtual_time

@@ -12,7 +12,7 @@ _SMALL = {
     "starling/butterfly/control/1",
     "starling/direct/1",
     "starling/entry/1",
-    "starling/hello/5",
+    "starling/hello/6",
     "starling/moshpit/control/1",
     "starling/pairs/closing/1",
 }
