@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from node.reporting.status import PeerStatus, SyncStatus
+from node.reporting.status import PeerStatus
+from protocols.base import SyncStatus
 from tests.support.scripted_page import ScriptedPage
 from tests.support.status_examples import REPORT
 

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 
 from protocols.base import PeerId
 from tests.sim import loop as simloop
-from tests.sim.network import SimNetwork, SimTransport, Trace
+from tests.sim.network import SimNetwork
+from tests.sim.trace import Trace
+from tests.sim.transport import SimTransport
 
 
 class SimPeers:

@@ -32,6 +32,9 @@ class Listener:
         self.ended = 0
         self.deaf = deaf
 
+    def has_heard(self, count: int) -> Callable[[], bool]:
+        return lambda: self.heard == [list(range(count))]
+
     async def __call__(self, peer: PeerId, stream: Stream) -> None:
         mine: list[int] = []
         self.heard.append(mine)
@@ -79,7 +82,7 @@ def test_messages_arrive_in_order_on_one_stream(world: World) -> None:
         async with running(channel, peers):
             for first in range(0, 200, 50):
                 send(channel, b, range(first, first + 50))
-                await until(lambda first=first: listener.heard and len(listener.heard[0]) == first + 50)
+                await until(listener.has_heard(first + 50))
         assert listener.heard == [list(range(200))]
         assert channel.round_trip_seconds.keys() == {b}
 
@@ -93,7 +96,7 @@ def test_idle_stream_stays_open(world: World) -> None:
         async with running(channel, peers):
             for number in range(3):
                 send(channel, peers.transports[1].me, [number])
-                await until(lambda number=number: listener.heard == [list(range(number + 1))])
+                await until(listener.has_heard(number + 1))
                 await asyncio.sleep(2)
         assert (listener.heard, gone) == ([[0, 1, 2]], [])
 

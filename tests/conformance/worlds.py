@@ -36,7 +36,9 @@ def soon(seconds: float = GENEROUS_SECONDS) -> Deadline:
 class Peers(Protocol):
     """Peers in one process that know each other, and faults that can be brought upon them."""
 
-    transports: Sequence[Transport]
+    @property
+    def transports(self) -> Sequence[Transport]: ...
+
     stranger: PeerId
     """A well-formed id of an unreachable peer."""
     streams_survive_daemon: bool
@@ -174,7 +176,7 @@ class DirectPeers(LibP2PPeers):
             connection._receive = connection._write_record = _for_ever  # type: ignore[method-assign]
 
 
-async def _for_ever(_: object) -> None:
+async def _for_ever(*_: Any, **__: Any) -> None:
     await asyncio.Event().wait()
 
 

@@ -17,8 +17,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from node.cli.options import default_text
 from node.config.peer_config import SETTABLE, SETTINGS, PeerConfig, option_name
 from node.reporting.report import RoundReport
-from node.reporting.status import PeerStatus, Status, SyncStatus
+from node.reporting.status import PeerStatus, Status
 from node.reporting.swarm import SwarmRow, SwarmStatus
+from protocols.base import SyncStatus
 from tests.support.paths import REPOSITORY
 
 SETTINGS_PAGE, REPORT_PAGE = (REPOSITORY / "docs" / f"reference-{name}.md" for name in ("settings", "report"))

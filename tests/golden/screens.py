@@ -14,12 +14,13 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from node.reporting.report import RoundReport
-from node.reporting.status import PeerStatus, SyncStatus
+from node.reporting.status import PeerStatus
 from node.reporting.swarm import CountedRounds, swarm_status
 from node.ui.swarm_summary import SwarmSummary
 from node.ui.swarm_view import picture, sample, summary
 from node.ui.swarm_view import plain_line as swarm_line
 from node.ui.terminal import plain_line, render, render_swarm, syncing_line
+from protocols.base import SyncStatus
 from tests.support.status_examples import PEER, REPORT, STATUS
 
 FILE = Path(__file__).with_name("screens.txt")

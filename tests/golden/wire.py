@@ -21,7 +21,8 @@ FILE = Path(__file__).with_name("wire.txt")
 def contained(kind: type) -> set[type]:
     """The dataclasses of specs in the fields of this one, and in theirs."""
     hints = [get_type_hints(kind)[name] for name in wire.described(kind)]
-    direct = {each for hint in hints for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)}
+    each_hint = (each for hint in hints for each in (hint, *get_args(hint)))
+    direct = {each for each in each_hint if isinstance(each, type) and dataclasses.is_dataclass(each)}
     return direct.union(*map(contained, direct))
 
 

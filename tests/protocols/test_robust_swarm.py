@@ -13,7 +13,7 @@ import torch
 
 from node.training.trainer import LocalTraining
 from protocols.allreduce import all_reduce
-from protocols.base import Outcome, Settings, Vector
+from protocols.base import Outcome, Settings, Trainer, Vector
 from protocols.vectors import robust
 from protocols.vectors.robust import RULES
 from protocols.vectors.views import norm
@@ -124,13 +124,13 @@ class PoisonedWorld(World):
         steps, learner = self.scenario.inner_steps, self.learner(index)
         return PoisonedTrainer(learner, steps, seconds, self._attack, self._count, lambda: self._honest)
 
-    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
+    def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
         return replace(super()._settings(index, trainer, transport), robust=self._rule)
 
 
 def attacked(rule: str, attack: str, peers: int, liars: int, rounds: int = 2) -> Played:
     scenario = Scenario(peers=peers, rounds=rounds, seed=4, codec="fp32", elements=2000, chunk_elements=1024)
-    return play(scenario, lambda resolved: PoisonedWorld(rule, attack, liars, resolved))  # type: ignore[arg-type]
+    return play(scenario, lambda resolved: PoisonedWorld(rule, attack, liars, resolved))
 
 
 @pytest.mark.parametrize(

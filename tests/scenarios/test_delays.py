@@ -44,7 +44,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
         if isinstance(instruction, Decided):
             who = (self.paxos.me.peer, self.head.key.round)
             seen.at.setdefault(who, asyncio.get_running_loop().time())
-            seen.kinds[who] = decode(instruction.certificate.record).kind
+            seen.kinds[who] = Kind(decode(instruction.certificate.record).kind)
         follow(self, instruction)
 
     monkeypatch.setattr(RoundVote, "_follow", watching)

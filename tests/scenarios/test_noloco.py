@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from protocols.base import Head, PeerId, Vector
+from node.tasks.base import Step
+from protocols.base import PeerId, Vector
 from tests.sim.__main__ import main as simulate
 from tests.sim.independent_world import IndependentWorld, Wander
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
-from tests.sim.world import play
+from tests.sim.world import Head, play
 from tests.support.long import diagonal, long
 
 STEPS = {"even": (0.2, 0.2, 0.2, 0.2, 0.2), "uneven": (0.2, 0.21, 0.25, 0.3, 0.2)}
@@ -22,7 +23,7 @@ class Walked(Wander):
         super().__init__(elements, seed, 256)
         self.far = torch.zeros(elements, dtype=torch.float64)
 
-    def step(self, round_number: int, step: int) -> object:  # type: ignore[override]
+    def step(self, round_number: int, step: int) -> Step:
         before = self.vector.double()
         done = super().step(round_number, step)
         self.far += self.vector.double() - before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ class Steady(World):
 
     def learner(self, index: int) -> Learner:
         learner = LinearLearner()
-        learner.step_size = STEPS[index]  # type: ignore[assignment]
+        learner.step_size = STEPS[index]
         return learner
 
     def trainer(self, index: int) -> InlineTrainer:
@@ -45,10 +47,18 @@ def steady(rounds: int, seed: int, overlaps: bool = True, fragments: int = 1) ->
         worlds.append(Steady(scenario))
         return worlds[0]
 
-    sizes = {"uplinks": (1.25e6,) * 3, "step_seconds": (STEP_SECONDS,) * 3, "elements": 10}
-    streams = {"overlaps": overlaps, "fragments": fragments}
     scenario = Scenario(
-        peers=3, rounds=rounds, seed=seed, codec="fp32", inner_steps=20, jitter=False, **streams, **sizes
+        peers=3,
+        rounds=rounds,
+        seed=seed,
+        codec="fp32",
+        elements=10,
+        inner_steps=20,
+        uplinks=(1.25e6,) * 3,
+        step_seconds=(STEP_SECONDS,) * 3,
+        jitter=False,
+        overlaps=overlaps,
+        fragments=fragments,
     )
     return play(scenario, made), worlds[0]
 
@@ -84,8 +94,8 @@ def test_overlapped_run_takes_less_time() -> None:
 
 def test_round_of_a_fragment_sends_its_share() -> None:
     def most_sent(fragments: int) -> int:
-        sizes = {"elements": 100_000, "chunk_elements": 4096, "uplinks": (1.25e6,) * 3}
-        outcome = play(Scenario(peers=3, rounds=6, codec="fp32", fragments=fragments, **sizes))
+        scenario = Scenario(peers=3, rounds=6, codec="fp32", elements=100_000, chunk_elements=4096, fragments=fragments)
+        outcome = play(replace(scenario, uplinks=(1.25e6,) * 3))
         return max(report["bytes_sent"] for report in outcome.reports("committed"))
 
     assert most_sent(4) < 1.1 / 4 * most_sent(1)

@@ -6,7 +6,7 @@ Each story is judged by the checkers of rounds and of microbatches (`PipelineRun
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -268,7 +268,7 @@ async def test_replica_whose_numbers_are_not_finite_is_named_and_costs_no_other_
     compute = run.work["p2"].compute
     right = compute.run
 
-    def wrong(job: StageJob, outer: Sequence[Vector] = ()) -> JobResult:
+    def wrong(job: StageJob, outer: Vector | None = None) -> JobResult:
         result = right(job, outer)
         return replace(result, payloads=(bad,)) if job.kind is kind else result
 

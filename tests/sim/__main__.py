@@ -78,8 +78,8 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 
 
 def _scenario(options: argparse.Namespace, fault: str, seed: int) -> Scenario:
-    names = "protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"
-    names += "lookahead", "overlaps", "fragments"
+    names = ["protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"]
+    names += ["lookahead", "overlaps", "fragments"]
     return Scenario(**{name: getattr(options, name) for name in names}, seed=seed, fault=fault)
 
 

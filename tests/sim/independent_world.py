@@ -13,7 +13,6 @@ import torch
 
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
-from node.outer.outer_loop import OuterLoop
 from node.outer.round_history import LocalHistory
 from node.outer.sketch import Sketch
 from node.outer.state import OuterSGD, OuterState
@@ -152,9 +151,7 @@ class IndependentWorld(World):
             return Moshpit(host, settings, most=2, announce_limit=0)
         return load_averager(self.scenario.protocol)(host, settings)
 
-    def stack(
-        self, index: int, host: Host, settings: Settings, trainer: Trainer, anchor: Vector
-    ) -> tuple[OuterLoop, Any]:
+    def stack(self, index: int, host: Host, settings: Settings, trainer: Trainer, anchor: Vector) -> tuple[Any, Any]:
         me, averager, snapshots = host.me, self.averager(host, settings), Snapshots()
         newcomer = averager.me.incarnation > 0
         course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0), lacks_state=newcomer)

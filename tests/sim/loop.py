@@ -110,11 +110,11 @@ class SimLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         pass
 
-    def run_in_executor(self, *_: Any) -> Any:
+    def run_in_executor(self, executor: object, func: object, *args: object) -> Any:
         raise RuntimeError("no threads in the simulated world: heavy work goes through Compute")
 
 
-def _task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
     assert isinstance(loop, SimLoop)
     number = next(loop._numbers)
     task = _SimTask(number, coroutine, loop=loop, **options)

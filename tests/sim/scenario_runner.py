@@ -9,7 +9,7 @@ from typing import Any
 
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.reporting.report import RoundReport, tokens_counted
-from protocols.base import Head, Member, PeerId, Settings, Vector
+from protocols.base import Head, Member, PeerId, Settings, Trainer, Vector
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
@@ -22,7 +22,6 @@ from tests.sim.transport import SimTransport
 from tests.sim.world import RUN, World
 from tests.sim.world import Head as DecidedHead
 from tests.support import checkers
-from tests.support.inline_trainer import InlineTrainer
 
 LATENCY_SECONDS = 0.02
 LOOK_SECONDS = 0.1
@@ -200,7 +199,7 @@ class ScenarioRunner(World):
             outer_loop = self.replicas[peer]
             self.disks[peer] = Checkpoint(links, outer_loop.anchor.clone(), outer_loop.state.velocity.clone())
 
-    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
+    def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
         settings = super()._settings(index, trainer, transport)
         return replace(settings, fork_peers=self.cast.fork_peers, keep_rounds=self.cast.keep_rounds)
 

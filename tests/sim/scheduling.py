@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from protocols.base import Member
@@ -207,7 +208,7 @@ class Schedule:
                     self._wake(node, side)
         for node in self.world.nodes.values():
             for _, message in node.parked:
-                self.world.later(2 * DELAY, lambda at=(node, message.key.lineage): self.world.catch_up(*at))
+                self.world.later(2 * DELAY, partial(self.world.catch_up, node, message.key.lineage))
                 self._meet(message.key.lineage, message.ballot)
         for flight in flying:
             self._meet(flight[2].key.lineage, flight[2].ballot)
@@ -220,7 +221,7 @@ class Schedule:
             if not (line.children or self.world.able(lineage)) and (some := self.world.fork_candidates(lineage)):
                 self.left[lineage] = some
                 for turn in range(FORK_ATTEMPTS):
-                    self.world.later(turn * TIMEOUT, lambda at=(lineage, some): self.world.inherit(*at))
+                    self.world.later(turn * TIMEOUT, partial(self.world.inherit, lineage, some))
 
     def _meet(self, lineage: bytes, ballot: int) -> None:
         """Note a ballot that was known when the faults stopped."""

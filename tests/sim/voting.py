@@ -96,8 +96,8 @@ class World:
                     if not side.vote.decided and not ghost:
                         self.fly(node.me.peer, sender, votes.StartBallot(self.lines[behind].key, node.me, 0, ()))
         for ghost in (False, True):
-            if side := node.sides.get((lineage, ghost)):
-                self.obey(node, side, side.vote.receive(sender, message))
+            if mine := node.sides.get((lineage, ghost)):
+                self.obey(node, mine, mine.vote.receive(sender, message))
 
     def catch_up(self, node: Node, lineage: bytes) -> None:
         """Enter a lineage, as after fetching the certificates that lead to it."""

@@ -290,7 +290,7 @@ class World(SimSwarm):
 
     def stack(
         self, index: int, host: Host, settings: Settings, trainer: Trainer, anchor: Vector
-    ) -> tuple[OuterLoop, Any]:
+    ) -> tuple[ReplicatedOuterLoop, Any]:
         part_cache, snapshots = PartCache(host), Snapshots()
         founders, count = self.founders_of(index), self.scenario.fragments
         chain = Chain(RUN, self.scope(index), founders, bytes(32), fragments=count)

@@ -13,7 +13,7 @@ from node.outer.state import OuterSGD, OuterState
 from node.runtime import tensors
 from node.storage.checkpoint import Checkpoint, DataCursor, newest, whole
 from node.storage.checkpoint_manager import CheckpointManager
-from node.training.process import WorkerError
+from node.training.remote import RemoteTrainer, WorkerError
 from protocols.base import Layout, RoundKey
 from protocols.sync.snapshot import SnapshotIndex
 from tests.sim.host import SimCompute
@@ -32,7 +32,7 @@ class Disk:
         return work()
 
 
-class Worker:
+class Worker(RemoteTrainer):
     """A worker that saves its moments; `how` says whether it does that well, refuses or is gone."""
 
     position, carried, threads = 42, 0, 3

@@ -155,6 +155,5 @@ def module(name: str, **content: object) -> None:
 
 if __name__ == "__main__":
     module("node.session.peer", Peer=Peer)
-    cli.load_peer = load_peer  # type: ignore[assignment]
-    cli.load_run = load_run  # type: ignore[assignment]
+    vars(cli).update(load_peer=load_peer, load_run=load_run)
     sys.exit(cli.main())

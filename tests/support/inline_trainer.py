@@ -75,20 +75,26 @@ class InlineTrainer:
 ELEMENTS, STEP, TOKENS = 10, 0.125, 100
 
 
-class LinearLearner:
-    """A `Learner` whose every step subtracts an eighth from each element, so that sums are exact."""
+class PlainLearner:
+    """What is the same in any `Learner` without data and without an optimiser's moments."""
 
-    def __init__(self) -> None:
-        self.layout = Layout(((("slope", (ELEMENTS,)),),))
-        self.vector: Vector = torch.ones(ELEMENTS)
-        self.step_size = STEP
-
-    def step(self, round_number: int, step: int) -> Step:
-        self.vector.sub_(self.step_size)
-        return Step(2.5, TOKENS)
+    position = 0
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
         return {}
 
     def evaluate(self) -> float:
         return 0.0
+
+
+class LinearLearner(PlainLearner):
+    """A `Learner` whose every step subtracts an eighth from each element, so that sums are exact."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(((("slope", (ELEMENTS,)),),))
+        self.vector: Vector = torch.ones(ELEMENTS)
+        self.step_size: float | Vector = STEP
+
+    def step(self, round_number: int, step: int) -> Step:
+        self.vector.sub_(self.step_size)
+        return Step(2.5, TOKENS)

@@ -142,7 +142,7 @@ class OuterSwarm(SimSwarm):
 
     def expected(self) -> float:
         task, whole = self.replicas["p0"].task, self.whole()
-        losses = []
+        losses: list[float] = []
         while batch := task.held_out(len(losses)):
             inputs, targets = batch
             with torch.no_grad():

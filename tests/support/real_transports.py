@@ -37,8 +37,8 @@ class TransportMaker(AsyncExitStack):
             assert not changes
             return self.pooled[self._count - 1]
         key = identity.create(self.directory / f"peer{self._count}")
-        given = {"identity": key, "runtime_directory": self.directory} | changes
-        return await self.enter_async_context(LibP2PTransport(**given))
+        given = {"runtime_directory": self.directory} | changes
+        return await self.enter_async_context(LibP2PTransport(given.pop("identity", key), **given))
 
     async def pair(self, **changes: Any) -> tuple[LibP2PTransport, LibP2PTransport]:
         """Two transports of which the first is connected to the second; that one serves `echo`."""

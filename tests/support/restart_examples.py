@@ -25,6 +25,7 @@ ROSTER = tuple(Member(name) for name in ("anna", "bert", "cleo"))
 
 def sealed(here: StateDir, held_out: bytes = SAMPLE) -> tuple[Manifest, bytes]:
     config = load_run(None, {"task": "paced"}, REPLICATED_PROTOCOLS)
+    assert config.elements
     manifest = Manifest(
         config=config,
         founder=Member(here.identity.peer_id, 1),

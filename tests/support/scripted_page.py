@@ -21,6 +21,7 @@ from node.reporting.report import RoundReport
 from node.reporting.status import Status
 from node.reporting.swarm import CountedRounds, swarm_status
 from node.session.processes import CONTROLS, of_status
+from node.ui.control import Command
 from tests.support.status_examples import STATUS
 
 
@@ -58,6 +59,7 @@ class ScriptedPage:
 
     def __post_init__(self) -> None:
         self.feed = EventFeed(Sink(), lambda: self.time)
+        self.command: Command = self._command
 
     def show(self, **changes: Any) -> None:
         """Change fields of the status."""
@@ -78,7 +80,7 @@ class ScriptedPage:
     def link_at(self, host: str) -> str:
         return page_link(self.port, self.token).replace("127.0.0.1", host)
 
-    async def command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
+    async def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
         self.asked.append(request)
         return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
 

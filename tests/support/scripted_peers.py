@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from node.reporting.report import RoundReport
 from protocols.base import (
     ALL,
     AveragingResult,
+    AveragingSession,
     Contribution,
     Head,
     LocalProgress,
@@ -40,6 +41,7 @@ from tests.support.fake_rounds import certified
 from tests.support.inline_trainer import ELEMENTS, STEP, InlineTrainer, LinearLearner
 
 T = TypeVar("T")
+SessionType = TypeVar("SessionType", bound=AveragingSession, covariant=True)
 
 ME, OTHER = Member("anna"), Member("bert", 4)
 RUN = b"r" * 32
@@ -92,19 +94,25 @@ class Seen:
         return self.brought[0]
 
 
-class ScriptedAverager:
+class Scripted(Protocol[SessionType]):
+    """`Script` or `Exchange`."""
+
+    cut_seconds: float
+
+    def session(self, seen: Seen) -> SessionType: ...
+
+
+class ScriptedAverager(Generic[SessionType]):
     """Its sessions follow one script each; `seen` is what they received."""
 
     me = ME
 
-    def __init__(self, *scripts: Script | Exchange) -> None:
+    def __init__(self, *scripts: Scripted[SessionType]) -> None:
         self.scripts = list(scripts)
         self.seen: list[Seen] = []
 
     @asynccontextmanager
-    async def enter(
-        self, head: Head, deadline: float, since: float | None = None
-    ) -> AsyncIterator[ScriptedSession | ExchangeSession]:
+    async def enter(self, head: Head, deadline: float, since: float | None = None) -> AsyncIterator[SessionType]:
         loop, script = asyncio.get_running_loop(), self.scripts.pop(0)
         seen = Seen(head, deadline - loop.time(), since)
         assert seen.limit_seconds > 0

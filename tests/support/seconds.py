@@ -9,8 +9,8 @@ from __future__ import annotations
 import resource
 import time
 import tomllib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,16 @@ class Seconds:
 
     def __init__(self) -> None:
         self._before = used()
-        self.by_file: Counter[str] = Counter()
+        self.by_file: defaultdict[str, float] = defaultdict(float)
 
     def pytest_collection_finish(self) -> None:
         """What it took to collect is no test's."""
         self._before = used()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[Any]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: Any
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         now = used()
         report.user_properties = [*report.user_properties, (_KEY, now - self._before)]
@@ -63,10 +65,11 @@ class Seconds:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
-        self.by_file[file] += sum(value for key, value in report.user_properties if key == _KEY)
+        spent = [value for key, value in report.user_properties if key == _KEY]
+        self.by_file[file] += sum(value for value in spent if isinstance(value, float))
 
-    def by_folder(self) -> Counter[str]:
-        found: Counter[str] = Counter()
+    def by_folder(self) -> defaultdict[str, float]:
+        found: defaultdict[str, float] = defaultdict(float)
         for file, taken in self.by_file.items():
             found["/".join(Path(file).parent.parts[1:3]) or "."] += taken
         return found
@@ -77,7 +80,7 @@ class Seconds:
             return  # of a few tests this says nothing
         terminalreporter.section(f"{whole:.0f} processor seconds")
         for name, groups in (("folder", self.by_folder()), ("file", self.by_file)):
-            for group, taken in groups.most_common(_SHOWN):
+            for group, taken in sorted(groups.items(), key=lambda each: -each[1])[:_SHOWN]:
                 terminalreporter.write_line(f"{taken:8.1f} s {taken / whole:6.1%}  {name} {group}")
 
     @pytest.hookimpl(trylast=True)

@@ -19,6 +19,7 @@ from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.state import OuterSGD, OuterState
+from node.reporting.event_feed import EventFeed
 from node.reporting.report import RoundReport
 from node.runtime.clock import WallClock
 from node.session.discovery import discover
@@ -28,6 +29,7 @@ from node.session.traffic_limits import TrafficLimits
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
+from node.training.remote import RemoteTrainer
 from protocols.aio import run_with_helper
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.blobs.parts import PartCache
@@ -47,7 +49,7 @@ EVALUATE_SECONDS = 0.1
 SPREAD_LIMIT = 1.0
 
 
-class Trainer(InlineTrainer):
+class Trainer(InlineTrainer, RemoteTrainer):
     """A trainer whose evaluation and text generation may fail."""
 
     broken: Exception | None = None
@@ -75,16 +77,12 @@ class Directory(SimDirectory):
 
 
 class View:
+    """A terminal; no page asks for a text."""
+
     def __init__(self) -> None:
         self.said: list[str] = []
         self.reports: list[RoundReport] = []
         self.on_report: Callable[[RoundReport], None] = lambda report: None
-
-    def text_is_due(self) -> bool:
-        return False
-
-    def show_text(self, text: bytes) -> None:
-        raise AssertionError("no text was due")
 
     def say(self, line: str) -> None:
         self.said.append(line)
@@ -151,7 +149,7 @@ class SessionPeer:
             state=state,
             disk=SimCompute(),
             status_tracker=self.status_tracker,
-            view=self.view,
+            view=EventFeed(self.view, clock.wall),
             on_report=on_report,
             **limits,
         )

@@ -45,7 +45,8 @@ def staged() -> Recording:
     for number in killed:
         left = {"peers": (IDS["b"],), "contributions": {IDS["b"]: (f"S1 L{number}", 4, 4)}, "microbatches": 40}
         histories["b"][number].update(left)
-    incarnations = dict.fromkeys(NAMES, (Incarnation(BEGAN - 9, BEGAN + 31, 0, 0),))
+    whole: tuple[Incarnation, ...] = (Incarnation(BEGAN - 9, BEGAN + 31, 0, 0),)
+    incarnations = dict.fromkeys(NAMES, whole)
     incarnations["e"] = (Incarnation(BEGAN - 9, BEGAN + 10, -9, -9), Incarnation(BEGAN + 14, BEGAN + 31, 0, 0))
     return replace(
         voted(),

@@ -206,9 +206,9 @@ def forged(header: Header, change: Change) -> bytes:
     if callable(change):
         false = change(header)
         return false if isinstance(false, bytes) else wire.encode(false)
-    values = msgpack.unpackb(wire.encode(header))
+    values, kind = msgpack.unpackb(wire.encode(header)), typing.cast("type", type(header))
     for field, value in change.items():
-        path = path_of(type(header), field)
+        path = path_of(kind, field)
         values = replaced(values, path, value(value_at(values, path)) if callable(value) else value)
     return bytes(msgpack.packb(values))
 

@@ -75,7 +75,7 @@ class SyncPeer:
         self.part_cache, self.snapshots = PartCache(self.host, store, gate), Snapshots(swarm.every_rounds)
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
-        self.on_better: Callable[[Branch], object] = lambda branch: None
+        self.on_better: Callable[[Branch], None] = lambda branch: None
         self.sync = ChainSync(
             self.host,
             self.settings,

@@ -92,7 +92,7 @@ class Table:
 
     def decided(self) -> list[tuple[int, bytes] | None]:
         certificates = [self.votes[member.peer].decided for member in self.members if member.peer in self.votes]
-        return [each and (each.ballot, each.record) for each in certificates]
+        return [(each.ballot, each.record) if each else None for each in certificates]
 
     def record(self, kind: Kind = Kind.SKIP, *parts: PartDone, without: int = -1, **other: Any) -> bytes:
         roster = tuple(member for member in self.roster if without < 0 or member != self.members[without])

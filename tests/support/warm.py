@@ -12,6 +12,7 @@ Workers that a test starts itself, without a peer, are forked in the same way (`
 from __future__ import annotations
 
 import asyncio
+import asyncio.subprocess
 import atexit
 import ctypes
 import importlib
@@ -29,7 +30,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from benchmarks.averaging import Swarm
 from node.runtime import fork_server
@@ -44,9 +45,7 @@ _START_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class WarmProcess:
-    """A forked process, with what tests use of `subprocess.Popen`."""
-
+class ForkedProcess:
     def __init__(self, server: WarmServer, pid: int) -> None:
         self._server, self.pid = server, pid
 
@@ -57,6 +56,10 @@ class WarmProcess:
     def poll(self) -> int | None:
         self._server.listen(0.0)
         return self.returncode
+
+
+class WarmProcess(ForkedProcess):
+    """A forked process, with what tests use of `subprocess.Popen`."""
 
     def wait(self, timeout: float) -> int:
         until = time.monotonic() + timeout
@@ -132,7 +135,7 @@ class WarmServer:
             seconds = 0.0
 
 
-class PipedProcess(WarmProcess):
+class PipedProcess(ForkedProcess):
     """One with pipes for its input and output, and what a benchmark's swarm uses of asyncio's `Process`."""
 
     stdin: asyncio.StreamWriter
@@ -157,7 +160,7 @@ class PipedProcess(WarmProcess):
 class WarmSwarm(Swarm):
     """The benchmark's peers, forked."""
 
-    async def _start(self, rank: int) -> PipedProcess:
+    async def _start(self, rank: int) -> asyncio.subprocess.Process:
         with self._log(rank).open("wb") as log:
             (reading, stdin), (stdout, writing) = os.pipe(), os.pipe()
             streams = {0: reading, 1: writing, 2: log.fileno()}
@@ -168,7 +171,7 @@ class WarmSwarm(Swarm):
             os.close(writing)
         process = PipedProcess(server(), pid)
         await process.pipe(stdin, stdout)
-        return process
+        return cast("asyncio.subprocess.Process", process)
 
 
 @cache

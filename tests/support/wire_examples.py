@@ -8,6 +8,7 @@ import importlib
 import math
 import typing
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -21,7 +22,7 @@ from tests.support.paths import REPOSITORY
 for _path in sorted(each for top in ("node", "protocols") for each in (REPOSITORY / top).rglob("*.py")):
     if "\nregister(" in _path.read_text():
         importlib.import_module(".".join(_path.relative_to(REPOSITORY).with_suffix("").parts))
-KINDS = tuple(wire._KINDS.values())
+KINDS: tuple[type, ...] = tuple(wire._KINDS.values())
 LEAVES: dict[type, list[Any]] = {
     bool: [False, True],
     int: [0, 1, 5, 31, 32, 1 << 16, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 48, 1 << 53],
@@ -49,6 +50,10 @@ def accepted(spec: wire.Spec, value: Any) -> bool:
     return True
 
 
+def packs(spec: wire.Spec, value: Any) -> bool:
+    return accepted(spec, spec.pack(value))
+
+
 def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
     """Values of a field's type that its spec accepts, its bounds among them."""
     if dataclasses.is_dataclass(hint):
@@ -63,9 +68,7 @@ def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
 def headers(kind: type) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
     fields = {
-        name: valid(hints[name], lambda value, spec=spec: accepted(spec, value)).filter(
-            lambda value, spec=spec: accepted(spec, spec.pack(value))
-        )
+        name: valid(hints[name], partial(accepted, spec)).filter(partial(packs, spec))
         for name, spec in wire._specs(kind)
     }
     return st.builds(kind, **fields)

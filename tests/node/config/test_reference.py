@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from node.reporting.report import RoundReport
-from node.reporting.status import PeerStatus, Status, SyncStatus
+from node.reporting.status import PeerStatus, Status
+from protocols.base import SyncStatus
 from tests.golden import reference
 
 PLAIN = {

@@ -28,7 +28,7 @@ from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.sim.world import Outcome as Played
 from tests.sim.world import play as play_world
 from tests.support.checkpoints import Disk, Worker, like
-from tests.support.inline_trainer import ELEMENTS, InlineTrainer
+from tests.support.inline_trainer import ELEMENTS, InlineTrainer, PlainLearner
 from tests.support.long import long
 from tests.support.scripted_peers import ME, OTHER, RUN, Peer, Script, ScriptedAverager, lost, play, skipped, weighed
 from tests.support.simulated import on_virtual_time, simulated
@@ -132,7 +132,7 @@ async def test_residual_round_trips_and_unreadable_is_reset(tmp_path: Path, capl
     assert not again.residual.any() and len(caplog.records) == 1
 
 
-class Waves:
+class Waves(PlainLearner):
     """A `Learner` without memory, whose steps differ by round and step."""
 
     def __init__(self) -> None:
@@ -143,9 +143,6 @@ class Waves:
         wave = torch.arange(WIDE) * (7 * round_number + step + 3) % 1009
         self.vector.sub_(wave.float() * 2**-10)
         return Step(1.0, 100)
-
-    def evaluate(self) -> float:
-        return 0.0
 
 
 class CheckpointedPeer:

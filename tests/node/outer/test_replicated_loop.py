@@ -245,10 +245,10 @@ def test_diverged_peer_offers_nothing_and_restarts(step_size: float) -> None:
     peer.trainer.local_training.learner.step_size = step_size  # type: ignore[attr-defined]
     train = peer.trainer.train
 
-    async def recovered(*args: Any) -> LocalProgress:
+    async def recovered(*args: Any, **options: Any) -> LocalProgress:
         if len(peer.seen) == 2:
             peer.trainer.local_training.learner.step_size = STEP  # type: ignore[attr-defined]
-        return await train(*args)
+        return await train(*args, **options)
 
     peer.trainer.train = recovered  # type: ignore[method-assign]
     reports = play(peer.rounds())
@@ -281,7 +281,7 @@ def test_time_limit_follows_committed_rounds_only() -> None:
 def test_trainer_failure_propagates_and_closes_the_round() -> None:
     peer = Peer(committed())
 
-    async def failing(*_: Any) -> LocalProgress:
+    async def failing(*_: Any, **__: Any) -> LocalProgress:
         raise LookupError("the trainer's own")
 
     peer.trainer.train = failing  # type: ignore[method-assign]

@@ -125,13 +125,13 @@ def test_wait_time_excludes_training_time() -> None:
     peer = Peer(committed(cut_seconds=2.0))
     train = peer.trainer.train
 
-    async def slow_to_start(*args: Any) -> LocalProgress:
+    async def slow_to_start(*args: Any, **options: Any) -> LocalProgress:
         await asyncio.sleep(1.25)
-        return await train(*args)
+        return await train(*args, **options)
 
     peer.trainer.train = slow_to_start  # type: ignore[method-assign]
     (report,) = play(peer.rounds())
-    assert (report.seconds_train, report.seconds_wait) == (pytest.approx(1.0), pytest.approx(1.25))
+    assert (report.seconds_train, report.seconds_wait) == pytest.approx((1.0, 1.25))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_reports_sum_to_the_work_trained(scripts: list[Script]) -> None:
     reports = play(peer.rounds())
     for report in reports:
         totals.add(report)
-        assert (report.tokens, report.seconds_train) == (400, pytest.approx(2.0))
-    assert (totals.tokens, totals.seconds_train) == (400 * len(reports), pytest.approx(2.0 * len(reports)))
-    assert max(shown) == (400, pytest.approx(2.0)), "a round under way shows no more either"
+        assert (report.tokens, report.seconds_train) == pytest.approx((400, 2.0))
+    assert (totals.tokens, totals.seconds_train) == pytest.approx((400 * len(reports), 2.0 * len(reports)))
+    assert max(shown) == pytest.approx((400, 2.0)), "a round under way shows no more either"
 
 
 def test_work_of_dead_worker_is_counted_once() -> None:

@@ -21,10 +21,10 @@ from node.membership.hello import Hello
 from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory
 from node.reporting.report import RoundReport
-from node.reporting.status import OTHERS_REDUCE, Status, SyncStatus, not_direct, parse, to_json
+from node.reporting.status import OTHERS_REDUCE, Status, not_direct, parse, to_json
 from node.session.status_tracker import StatusTracker
 from node.storage.journal import Journal
-from protocols.base import LinkFault, LocalProgress, Member
+from protocols.base import LinkFault, LocalProgress, Member, SyncStatus
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from tests.support.fake_rounds import RUN, line

@@ -18,7 +18,7 @@ from node.tasks.text import Text
 from node.training.task_learner import TaskLearner
 from node.training.trainer import LocalTraining
 from protocols.base import Layout, LocalProgress, RoundKey, Trainer, Vector
-from tests.support.inline_trainer import InlineTrainer
+from tests.support.inline_trainer import InlineTrainer, PlainLearner
 from tests.support.simulated import on_virtual_time
 
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
@@ -44,7 +44,7 @@ class Line:
         return float(self.loss(*self.batch(99, 0)).detach())
 
 
-class Count:
+class Count(PlainLearner):
     """Adds 1 to both elements a step; the loss is the step's number."""
 
     def __init__(self) -> None:

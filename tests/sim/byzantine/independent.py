@@ -59,9 +59,8 @@ _CHANGES: Final[dict[tuple[str, type], Callable[[Any], Header]]] = {
 }
 
 
-def _in_round(header: Any, number: int) -> Header:
-    changed: Header = replace(header, key=replace(header.key, round=number))
-    return changed
+def _in_round(header: Any, number: int) -> Any:
+    return replace(header, key=replace(header.key, round=number))
 
 
 class ByzantinePeer:
