@@ -60,7 +60,7 @@ ONLY_IN: dict[str, set[str]] = {
     "node.network.libp2p": PEER | {"node/session/status_tracker.py"},  # reads it
     "node.network.dht": PEER,
     "node.runtime.compute": PEER,
-    "node.runtime.clock": PEER,
+    "node.runtime.clock": PEER | {"node/cli/planning.py"},
 }
 TEXTS = [
     each

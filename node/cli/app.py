@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from node._version import VERSION
-from node.cli import doctor, local, options, remote, upkeep
+from node.cli import doctor, local, options, planning, remote, upkeep
 from node.cli.remote import CommandError
 from node.config.launcher import machines_of
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
@@ -49,6 +49,7 @@ EXAMPLES = f"""\
 app = typer.Typer(cls=options.CommandGroup, pretty_exceptions_enable=False)
 app.add_typer(remote.app)
 app.add_typer(doctor.app)
+app.add_typer(planning.app)
 app.add_typer(local.app)
 app.add_typer(upkeep.app)
 
