@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import benchmarks.peers.systems as systems
+from benchmarks.averaging import Swarm
+from benchmarks.averaging_setup import Setup
 from benchmarks.peers import rounds
 from benchmarks.peers.__main__ import main, parse, sizes
 from benchmarks.peers.report import percentile, result, row, table
@@ -141,7 +143,7 @@ async def test_vectors_through_p2pd_make_a_direct_round_wrong(
             yield SimpleNamespace(cpu_seconds=0.0, wire_bytes=0, p2pd_bytes=p2pd_bytes, added_bytes=0)
 
     monkeypatch.setattr(rounds, "Swarm", lambda *_: Played())
-    player = rounds.Player(NAMED["ours-fp32-direct"], rounds.Setup(2, 100, "fp32"))
+    player = rounds.Player(NAMED["ours-fp32-direct"], Setup(2, 100, "fp32"))
     player._meter = Metered()  # type: ignore[assignment]
     assert (await player.play(0)).ok is ok
 
@@ -151,10 +153,10 @@ async def test_vectors_through_p2pd_make_a_direct_round_wrong(
 def test_vectors_through_p2pd_are_not_the_direct_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Strayed(rounds.Swarm):
+    class Strayed(Swarm):
         """All peers fell back to libp2p."""
 
-        def __init__(self, setup: rounds.Setup, *rest: Any) -> None:
+        def __init__(self, setup: Setup, *rest: Any) -> None:
             super().__init__(replace(setup, path="libp2p"), *rest)
 
     monkeypatch.setattr(rounds, "Swarm", Strayed)

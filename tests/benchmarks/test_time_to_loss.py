@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks import time_to_loss as ttl
@@ -20,7 +22,7 @@ def test_the_last_peer_decides_when_a_loss_was_reached() -> None:
 
 
 def test_own_reports_become_a_curve_and_a_share() -> None:
-    reports = [
+    reports: list[dict[str, Any]] = [
         {"time": 100.0, "tokens": 1024 * 10, "held_out_loss": 3.0},
         {"time": 102.0, "tokens": 1024 * 12, "held_out_loss": None},
         {"time": 104.0, "tokens": 1024 * 8, "held_out_loss": 2.0},

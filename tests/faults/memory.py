@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from node.runtime.cgroup import ControlGroup, memory_group, memory_kills
-from node.session.peer import NO_WORKER
+from node.session.fatal import NO_WORKER
 from tests.faults.event_log import EventLog
 from tests.faults.steps import Step
 from tests.support.processes import runs

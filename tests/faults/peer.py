@@ -26,8 +26,8 @@ def report_failpoints(socket_path: str) -> None:
     from tests.faults import failpoints
 
     trace = failpoints.FailpointClient(socket_path)
-    peer.RemoteTrainer = partial(failpoints.FailpointTrainer, trace)
-    build.Journal = partial(failpoints.FailpointJournal, trace)
+    vars(peer)["RemoteTrainer"] = partial(failpoints.FailpointTrainer, trace)
+    vars(build)["Journal"] = partial(failpoints.FailpointJournal, trace)
     wrap_transport(partial(failpoints.FailpointTransport, trace))
 
 
@@ -41,8 +41,8 @@ def wrap_transport(wrap: Any) -> None:
     """What is sent and received in a session goes through `wrap` of its transport, and through those before it."""
     from node.session import build
 
-    host = build.Host
-    build.Host = lambda transport, *rest: host(wrap(transport), *rest)
+    host = vars(build)["Host"]
+    vars(build)["Host"] = lambda transport, *rest: host(wrap(transport), *rest)
 
 
 def shift_clock(file: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from node.ranks import worker as ranked
 from node.training import worker
+from node.training.build import device_of
 from tests.gpu.worker import keep_vectors_apart
 
 usual_generate = ranked.Rank.generate
@@ -18,12 +19,11 @@ usual_generate = ranked.Rank.generate
 
 def keep_vectors_of_ranks_apart() -> None:
     keep_vectors_apart()
-    usual = ranked.device_of
-    ranked.device_of = lambda name: "cpu:0" if name == "cpu" else usual(name)
-    ranked.Rank.generate = generate
+    vars(ranked)["device_of"] = lambda name: "cpu:0" if name == "cpu" else device_of(name)
+    ranked.Rank.generate = generate  # type: ignore[method-assign]
 
 
-def generate(rank: ranked.Rank, **given: Any) -> bytes:
+def generate(rank: ranked.Rank, *given: Any, **named: Any) -> bytes:
     """All ranks get the same text, though the model of all but the first says something else, as one that rounds
     otherwise may.
     """
@@ -32,7 +32,7 @@ def generate(rank: ranked.Rank, **given: Any) -> bytes:
         (found if isinstance(found, torch.Tensor) else found.logits).neg_()
 
     hook = rank.learner._task.module.register_forward_hook(change) if rank._group.rank else None
-    text = usual_generate(rank, **given)
+    text = usual_generate(rank, *given, **named)
     if hook:
         hook.remove()
     if rank.learner.needs_all:

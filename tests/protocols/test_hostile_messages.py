@@ -84,11 +84,12 @@ def test_malformed_message_is_refused_and_blamed(name: str, kind: type[Header], 
 UNDISTURBED = functools.cache(lambda name: SWARMS[name].play(lambda network: None))
 
 
-def bound(header: Header, world: SwarmWithLiar, sender: PeerId) -> Header:
+def bound(header: Any, world: SwarmWithLiar, sender: PeerId) -> Header:
     """The header, as one of this run and round from its sender to the victim."""
     values = {"key": world.key, "run": world.key.run, "scope": world.key.scope, "to": Member(world.victim)}
     values |= dict.fromkeys(("sender", "member"), Member(sender))
-    return replace(header, **{name: values[name] for name in wire.described(type(header)).keys() & set(values)})
+    made: Header = replace(header, **{name: values[name] for name in wire.described(type(header)).keys() & set(values)})
+    return made
 
 
 @pytest.mark.parametrize("name", SWARMS)

@@ -206,7 +206,7 @@ def forged(header: Header, change: Change) -> bytes:
     if callable(change):
         false = change(header)
         return false if isinstance(false, bytes) else wire.encode(false)
-    values, kind = msgpack.unpackb(wire.encode(header)), typing.cast("type", type(header))
+    values, kind = msgpack.unpackb(wire.encode(header)), typing.cast(type, type(header))
     for field, value in change.items():
         path = path_of(kind, field)
         values = replaced(values, path, value(value_at(values, path)) if callable(value) else value)

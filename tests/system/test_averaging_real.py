@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks.averaging import BOUNDS, Answer, main, play_round
-from benchmarks.averaging_peer import Setup
+from benchmarks.averaging_setup import Setup
 from protocols.base import Member
 from protocols.butterfly.vote import BALLOT_FLOOR_SECONDS
 from protocols.consensus.record import coordinators

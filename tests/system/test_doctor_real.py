@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ ROUTERS = {
 }
 
 
+def knows(peer: RealPeer, other: RealPeer) -> bool:
+    return bool(peer.sees(other).get("live"))
+
+
 @pytest.mark.long
 def test_doctor_says_what_each_router_lets_in(tmp_path: Path) -> None:
     """Peers at home, helped by the only public peer, maybe another at home, too; and the founder, helped by those."""
@@ -56,9 +61,9 @@ def test_doctor_says_what_each_router_lets_in(tmp_path: Path) -> None:
             founder = swarm.found("founder")
             swarm.join(*homes, via=founder)
             for name, (_, router) in homes.items():
-                level, begins, ends = ROUTERS[router]
-                wait("they have met", lambda name=name: swarm[name].sees(founder).get("live"), 30)
-                code, found = examined(swarm[name], tmp_path)
+                (level, begins, ends), peer = ROUTERS[router], swarm[name]
+                wait("they have met", partial(knows, peer, founder), 30)
+                code, found = examined(peer, tmp_path)
                 said = found["outside"]
                 assert code in (0, 1) and said["level"] == level, said
                 assert said["text"].startswith(begins) and "founder" in said["text"] and ends in said["text"], said

@@ -158,7 +158,7 @@ def test_peers_die_with_their_killed_swarm(start: Callable[[int], Running]) -> N
 
 def refusal(*arguments: object) -> str:
     """The one line with which `swarm` refuses these arguments."""
-    command = (sys.executable, "-m", "node", "swarm", *arguments)
+    command = (sys.executable, "-m", "node", "swarm", *map(str, arguments))
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines(keepends=True)
     assert done.returncode == 2 and done.stdout == ""

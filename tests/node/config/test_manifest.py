@@ -45,6 +45,7 @@ CONFIG = RunConfig(
     recipe=RECIPE,
     gpt=GptTable(layers=1, width=8, heads=2, context=16, rows=4),
 )
+assert CONFIG.elements
 MANIFEST = Manifest(
     config=CONFIG,
     founder=Member("founder", 3),
@@ -112,6 +113,7 @@ def test_manifest_format_is_stable() -> None:
 @pytest.mark.parametrize("overrides", [{}, {"task": "paced"}, {"name": "Zürich", "gpt.preset": "w64"}])
 def test_sealed_manifest_round_trips(overrides: dict[str, object]) -> None:
     config = load_run(None, overrides, ["butterfly"])
+    assert config.elements
     made = replace(MANIFEST, config=config, elements=(config.elements - 1, 1), held_out=bytes(32))
     envelope = seal(made, FOUNDER)
     assert len(envelope) < 2000

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.run_config import RunConfig, _parse, load_run
-from node.config.task_tables import MAX_ELEMENTS, GptTable
+from node.config.task_tables import GptTable
 from node.config.toml import MAX_BYTES, ConfigError, canonical
 from node.tasks.flat import flatten
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_presets import PRESETS, recipe_for
 from node.tasks.paced import Paced
-from node.tasks.recipe import Recipe
+from node.tasks.recipe import MAX_ELEMENTS, Recipe
 from tests.support.refusals import one_line
 
 PROTOCOLS = ("butterfly", "moshpit", "gossip")

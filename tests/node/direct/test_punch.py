@@ -121,7 +121,8 @@ async def test_twenty_of_twenty_connections_open(homes: Homes, routers: tuple[Ro
         buffer = bytearray(12)
         await theirs.read_into(memoryview(buffer))
         assert buffer == b"through both"
-        mine.abort(), theirs.abort()
+        mine.abort()
+        theirs.abort()
     assert median(seconds) < 1.0
 
 

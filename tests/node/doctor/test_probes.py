@@ -32,6 +32,7 @@ from node.session.examination import DoctorService, Examination, ExaminationAlon
 from node.session.fatal import FatalPeerError
 from node.session.peer import Peer
 from node.session.processes import carry_out
+from node.session.transport import make_transport
 from node.storage.statedir import StateDir
 from node.ui.control import MAX_REQUEST_BYTES, ControlServer, ControlUnavailable, ask
 from tests.support.restart_examples import flip_bit, lived
@@ -206,13 +207,13 @@ async def test_service_says_once_that_its_port_is_taken_and_waits(
     view: Any = SimpleNamespace(say=said.append)
     monkeypatch.setattr(processes, "PORT_PAUSES_SECONDS", (0.1, 0.1))
     monkeypatch.setenv("SYSTEMD_EXEC_PID", str(os.getpid()))
-    made, make = [], processes.make_transport
+    made: list[Any] = []
 
     def counted(*arguments: Any) -> Any:
         made.append(arguments)
         if len(made) == 3:
             taken.close()
-        return make(*arguments)
+        return make_transport(*arguments)
 
     monkeypatch.setattr(processes, "make_transport", counted)
     peer = processes.PeerProcesses(config, StateDir.open(tmp_path), view)
@@ -272,7 +273,8 @@ async def test_examination_is_begun_once_and_polled(tmp_path: Path) -> None:
         return SlowExamination(CONFIG, tmp_path)
 
     async with DoctorService(begin) as examiner:
-        command: Any = partial(carry_out, finish=None, pauses=None, limits=None, swarm=None, doctor=examiner.ask)
+        unused: Any = None
+        command = partial(carry_out, finish=unused, pauses=unused, limits=unused, swarm=unused, doctor=examiner.ask)
         async with ControlServer(tmp_path, lambda: STATUS, command):
 
             async def asks(number: int | None, address: str = "") -> dict[str, Any]:

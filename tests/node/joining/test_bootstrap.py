@@ -38,7 +38,8 @@ from node.membership.hello import (
 )
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.network import SimNetwork
+from tests.sim.trace import Trace
 from tests.support.simulated import on_virtual_time
 from tests.support.waiting import now
 

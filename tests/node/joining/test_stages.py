@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -62,14 +62,8 @@ class Peers:
             stage_of=lambda peer: 0,
         )
         has_begun = lambda: self.has_begun  # noqa: E731
-        self.assigner = StageAssigner(
-            me,
-            self.seats,
-            membership,
-            self,
-            keep=self.keep,
-            has_begun=has_begun,  # type: ignore[arg-type]
-        )
+        transport = cast("Transport", self)  # of which it only opens streams
+        self.assigner = StageAssigner(me, self.seats, membership, transport, keep=self.keep, has_begun=has_begun)
 
     def open(self, peer: str, method: str, deadline: float) -> Any:
         raise PeerGone(peer, "it sleeps")

@@ -55,7 +55,7 @@ def divided(kind: str, size: int, options: dict[str, Any]) -> nn.Module:
         case "fsdp" | "offload" | "mixed":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if kind == "mixed" else None)
             offload = CPUOffloadPolicy(pin_memory=False) if kind == "offload" else OffloadPolicy()
-            fully_shard(model.second, mp_policy=policy, offload_policy=offload)
+            fully_shard(model.get_submodule("second"), mp_policy=policy, offload_policy=offload)
             fully_shard(model, mp_policy=policy, offload_policy=offload)
         case "hsdp":
             fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copy", "shard")))
@@ -101,14 +101,15 @@ def train(kind: str, rank: int, size: int, options: dict[str, Any]) -> None:
             raise ValueError("no data")
         return loss
 
-    common = {name: options[name] for name in ("join_seconds", "wait_seconds", "state_dir", "quiet") if name in options}
+    names = ("join_seconds", "wait_seconds", "state_dir", "quiet")
+    common: dict[str, Any] = {name: options[name] for name in names if name in options}
     common["evaluate"] = evaluate if options.get("evaluates", True) else None
     make: Callable[[], Swarm]
     if "inner_steps" in options:
         counts = {name: options[name] for name in ("inner_steps", "rounds")}
         make = lambda: Swarm.start(model, optimizer, options=["--listen", LISTEN], **counts, **common)  # noqa: E731
     else:
-        where = {name: options[name] for name in ("attach", "bootstrap") if name in options}
+        where: dict[str, Any] = {name: options[name] for name in ("attach", "bootstrap") if name in options}
         where |= {"options": ["--listen", LISTEN]} if "bootstrap" in options else {}
         make = lambda: Swarm.join(model, optimizer, **where, **common)  # noqa: E731
     with make() as swarm:

@@ -93,7 +93,9 @@ class Loop:
         loss = self.model(torch.randn(5, 4))
         self.scaler.scale(loss).backward()
         if self.random.random() < 0.3:
-            self.model.layers[0].weight.grad.fill_(float("inf"))  # the scaler skips the step
+            gradient = self.model.get_parameter("layers.0.weight").grad
+            assert gradient is not None
+            gradient.fill_(float("inf"))  # the scaler skips the step
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -187,6 +189,7 @@ class Loop:
     def check(self, rounds: Rounds, result: StepResult) -> None:
         anchor = rounds.anchors[result.round]
         work, handed = rounds.contributions[result.round - 1] if result.round else (NOTHING, anchor)
+        assert self.swarm._worker
         if self.swarm._worker.training.work().carried:  # it attached again, and goes on from what it had handed over
             return
         low = 0

@@ -65,6 +65,7 @@ def test_steps_taken_alone_do_not_count_in_the_next_round(tmp_path: Path) -> Non
     with Rounds(tmp_path, inner_steps=5, round_seconds=30) as rounds:
         module = model()
         with join(tmp_path, module) as swarm:
+            assert swarm._worker
             swarm._worker.drop()
             while True:
                 swarm._optimizer.step()

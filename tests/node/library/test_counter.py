@@ -28,7 +28,7 @@ def test_sums_of_short_floats_lose_nothing(where: type[Any], dtype: torch.dtype)
     loss = torch.tensor(2.0, dtype=dtype, requires_grad=True)
     swarm = StepCounter(None)
     swarm.step = swarm.count  # type: ignore[attr-defined]
-    counted = swarm if where is StepCounter else where()
+    counted: Any = swarm if where is StepCounter else where()
     for _ in range(1000):
         (counted.count if where is StepCounter else counted.add)(16384, loss)
     (counted.count if where is StepCounter else counted.add)(0, torch.tensor(math.nan))

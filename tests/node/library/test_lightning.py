@@ -52,7 +52,7 @@ def module(by_hand: bool = False, fails_at: int = -1, error: type[BaseException]
 
 def loader(batches: int = 5) -> Any:
     """Batches with 10, 20, 30, … labels, of which all but the first are to be learnt."""
-    found = []
+    found: Any = []
     for number in range(batches):
         labels = torch.ones(10 * (number + 1), dtype=torch.long)
         labels[0] = -100

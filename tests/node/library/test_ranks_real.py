@@ -107,9 +107,9 @@ def test_ranks_hold_the_bits_of_the_round(
     In bfloat16 they train with a learning rate of 0: the peer must read what it gave, and not rounded values.
     """
     is_rounded, of, count = dtype == "bfloat16", getattr(torch, dtype), trained(hidden, kind == "ddp")
-    options = {"ends": 3, "hidden": hidden, "dtype": dtype, "attach": str(tmp_path), "rate": 1e-3 * (not is_rounded)}
+    options: dict[str, Any] = {"ends": 3, "hidden": hidden, "dtype": dtype, "rate": 1e-3 * (not is_rounded)}
     with Rounds(tmp_path, inner_steps=3, round_seconds=60) as rounds:
-        started.append(script := Scripts(tmp_path / "script", kind, size, **options))
+        started.append(script := Scripts(tmp_path / "script", kind, size, attach=str(tmp_path), **options))
         assert script.ended() == [0] * size, script.said
     for rank in range(1, size):
         assert script.lines(rank) == script.lines(0)
@@ -168,8 +168,9 @@ def test_killed_rank_ends_the_others_and_a_new_script_goes_on(
 def test_ranks_and_one_process_agree_in_one_run(tmp_path: Path, started: list[Scripts], kind: str, alone: str) -> None:
     """The tokens of all ranks count. When a rank is killed, its script ends, and the other peer loses no round."""
     stop, dirs = tmp_path / "stop", {name: tmp_path / f"state-{name}" for name in "ab"}
-    options = {"stop": str(stop), "hidden": 7, "step_seconds": 0.05, "evaluates": False, "quiet": False}
-    run = {"inner_steps": 10, "rounds": 1000, "state_dir": str(dirs["a"])}
+    options: dict[str, Any] = {"stop": str(stop), "hidden": 7, "step_seconds": 0.05}
+    options |= {"evaluates": False, "quiet": False}
+    run: dict[str, Any] = {"inner_steps": 10, "rounds": 1000, "state_dir": str(dirs["a"])}
     started.append(one := Scripts(tmp_path / "a", alone, 1, **run, **options))
     address = wait("an address", lambda: ADDRESS.search((tmp_path / "a" / "0.err").read_text()), 90)[0]
     started.append(ranks := Scripts(tmp_path / "b", kind, 2, bootstrap=address, state_dir=str(dirs["b"]), **options))

@@ -131,8 +131,8 @@ class TestLife:
         for stream in opened:
             with pytest.raises(PeerSilent):
                 await stream.receive(LIMIT)
-        for stream in streams:
-            await stream.__aexit__(None, None, None)
+        for context in streams:
+            await context.__aexit__(None, None, None)
         with pytest.raises(PeerGone, match="closed"):
             await ping(a, b.me)
         await asyncio.sleep(0.1)
@@ -144,13 +144,17 @@ class TestSupervision:
         a, b = await make.pair()
         addresses = b.addresses
         await ping(a, b.me)
-        for count in (1, 2):
+
+        async def kill(count: int) -> None:
             killed = pid_of(b)
             os.kill(killed, signal.SIGKILL)
-            await until(lambda killed=killed: b.daemon_pid != killed, 2)
-            await until(lambda count=count: b.restarts == count, 10)
+            await until(lambda: b.daemon_pid != killed, 2)
+            await until(lambda: b.restarts == count, 10)
             assert b.addresses == addresses
             await ping(a, b.me)
+
+        await kill(1)
+        await kill(2)
         os.kill(pid_of(a), signal.SIGKILL)  # the next ping waits for the restart
         await ping(a, b.me)
         assert a.restarts == 1

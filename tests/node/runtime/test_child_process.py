@@ -80,7 +80,7 @@ async def _gone(pids: list[int]) -> bool:
     ],
 )
 async def test_daemons_of_a_program_die_with_it(end: str, how: str) -> None:
-    command = (sys.executable, "-I", "-S", "-c", _BREEDS, end)
+    command: tuple[str, ...] = (sys.executable, "-I", "-S", "-c", _BREEDS, end)
     heard: asyncio.Queue[str | None] = asyncio.Queue()
     if end == "parent killed":
         command = (sys.executable, "-c", _PARENT, *command)

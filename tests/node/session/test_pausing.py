@@ -29,6 +29,9 @@ class Paused:
         self.controller.attach(self.asked.append, lambda: alone)
         self.task = asyncio.create_task(self.controller.run())
 
+    def activity(self) -> Activity:
+        return self.asked[-1]
+
     def after(self, seconds: float) -> float:
         return self.clock.wall() + seconds
 
@@ -41,7 +44,7 @@ async def test_short_pause_rests_and_ends_by_itself(tmp_path: Path) -> None:
     await asyncio.sleep(299.0)
     assert peer.asked == [Activity.WORK, Activity.REST]
     await asyncio.sleep(3.0)
-    assert peer.asked[-1] is Activity.WORK and not peer.controller.reason
+    assert peer.activity() is Activity.WORK and not peer.controller.reason
     assert not (tmp_path / FILE).exists()
 
 
@@ -60,14 +63,14 @@ async def test_rest_becomes_an_absence(tmp_path: Path) -> None:
     peer = Paused(tmp_path)
     peer.controller.pause(until=peer.after(REST_SECONDS - 1.0))
     for _ in range(REST_ROUNDS):
-        assert peer.asked[-1] is Activity.REST
+        assert peer.activity() is Activity.REST
         peer.controller.round_ended()
-    assert peer.asked[-1] is Activity.AWAY
+    assert peer.activity() is Activity.AWAY
     peer.controller.pause("in use", away=False)
     await asyncio.sleep(REST_SECONDS - 1.0)
-    assert peer.asked[-1] is Activity.REST
+    assert peer.activity() is Activity.REST
     await asyncio.sleep(3.0)
-    assert peer.asked[-1] is Activity.AWAY
+    assert peer.activity() is Activity.AWAY
 
 
 @on_virtual_time
@@ -76,9 +79,9 @@ async def test_pause_after_round_waits_for_its_end(tmp_path: Path) -> None:
     peer.controller.pause(after_round=True)
     assert peer.asked == [Activity.WORK] and not peer.controller.reason
     peer.controller.round_ended()
-    assert peer.asked[-1] is Activity.AWAY and peer.controller.reason
+    assert peer.activity() is Activity.AWAY and peer.controller.reason
     peer.controller.resume()
-    assert peer.asked[-1] is Activity.WORK
+    assert peer.activity() is Activity.WORK
 
 
 @on_virtual_time
@@ -129,30 +132,30 @@ async def test_pause_into_the_past_is_refused(tmp_path: Path) -> None:
 async def test_wish_pauses_until_it_ends(tmp_path: Path) -> None:
     peer = Paused(tmp_path)
     peer.controller.wish(BATTERY)
-    assert peer.asked[-1] is Activity.AWAY and peer.controller.reason.startswith("on battery since")
+    assert peer.activity() is Activity.AWAY and peer.controller.reason.startswith("on battery since")
     peer.controller.wish(WORK)
-    assert peer.asked[-1] is Activity.WORK and peer.controller.reason == ""
+    assert peer.activity() is Activity.WORK and peer.controller.reason == ""
     peer.controller.wish(INPUT)
-    assert peer.asked[-1] is Activity.REST
+    assert peer.activity() is Activity.REST
     for _ in range(REST_ROUNDS):
         peer.controller.round_ended()
-    assert peer.asked[-1] is Activity.AWAY
+    assert peer.activity() is Activity.AWAY
 
 
 @on_virtual_time
 async def test_resume_overrides_for_an_hour_but_not_firm_wishes(tmp_path: Path) -> None:
     peer = Paused(tmp_path)
     peer.controller.wish(BATTERY)
-    assert "although: on battery" in peer.controller.resume() and peer.asked[-1] is Activity.WORK
+    assert "although: on battery" in peer.controller.resume() and peer.activity() is Activity.WORK
     peer.controller.wish(MEMORY)
-    assert peer.asked[-1] is Activity.AWAY
-    assert "stays paused" in peer.controller.resume() and peer.asked[-1] is Activity.AWAY
+    assert peer.activity() is Activity.AWAY
+    assert "stays paused" in peer.controller.resume() and peer.activity() is Activity.AWAY
     peer.controller.wish(BATTERY)
-    assert peer.asked[-1] is Activity.WORK, "the hour is not over"
+    assert peer.activity() is Activity.WORK, "the hour is not over"
     await asyncio.sleep(OVERRIDE_SECONDS + 1)
     peer.controller.wish(WORK)
     peer.controller.wish(BATTERY)
-    assert peer.asked[-1] is Activity.AWAY
+    assert peer.activity() is Activity.AWAY
 
 
 @on_virtual_time
@@ -161,7 +164,7 @@ async def test_users_pause_outlasts_wishes_and_restarts(tmp_path: Path) -> None:
     peer.controller.wish(INPUT)
     peer.controller.pause(until=peer.after(7200.0))
     peer.controller.wish(WORK)
-    assert peer.asked[-1] is Activity.AWAY and "until" in peer.controller.reason
+    assert peer.activity() is Activity.AWAY and "until" in peer.controller.reason
     restarted = Paused(tmp_path)
     assert restarted.asked[-1] is Activity.AWAY
     restarted.controller.wish(BATTERY)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from node.outer.activity import Activity
+from node.reporting.event_feed import EventFeed
 from node.session.discovery import SCOPE
 from node.session.peer_session import (
     FINISH_SECONDS,
@@ -296,7 +297,7 @@ async def lingered(
         state=unused,
         disk=unused,
         status_tracker=status_tracker(Member("me")),
-        view=View(),
+        view=EventFeed(View(), now),
         on_report=unused,
         run_rounds=5,
     )

@@ -16,7 +16,8 @@ from node.reporting.status import PeerStatus, Status, to_json
 from node.session.swarm_poller import ASK_SECONDS, INTEREST_SECONDS, KEPT_SECONDS, MAX_ASKED, SwarmPoller
 from protocols import wire
 from protocols.base import Deadline, PeerId, Stream
-from tests.sim.network import SimNetwork, Trace
+from tests.sim.network import SimNetwork
+from tests.sim.trace import Trace
 from tests.support.simulated import on_virtual_time
 from tests.support.status_examples import STATUS
 from tests.support.waiting import now

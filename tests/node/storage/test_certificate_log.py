@@ -107,15 +107,19 @@ def test_entry_damaged_later_is_not_returned(path: Path, caplog: pytest.LogCaptu
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Sets how many bytes of each write the disk accepts; None: all."""
-    real, room = os.pwrite, [None]
+    real, room = os.pwrite, None
 
     def pwrite(file: int, data: bytes, at: int) -> int:
-        if room[0] == 0:
+        if room == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(file, data[: room[0]], at)
+        return real(file, data[:room], at)
+
+    def accept(size: int | None) -> None:
+        nonlocal room
+        room = size
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    return lambda size: room.__setitem__(0, size)  # type: ignore[call-overload, no-any-return]
+    return accept
 
 
 @pytest.mark.parametrize("room", [0, 5])

@@ -28,7 +28,7 @@ def test_totals_sum_over_all_reports(tmp_path: Path) -> None:
     journal.write(replace(REPORT, anchor_lineage="anchor1", tokens=70, seconds_train=1.0))
     totals = journal.totals
     assert (totals.tokens, totals.seconds_train) == (250, 5.0)
-    assert (totals.bytes_sent, totals.bytes_received, totals.seconds_average) == (20, 24, pytest.approx(0.8))
+    assert (totals.bytes_sent, totals.bytes_received, totals.seconds_average) == pytest.approx((20, 24, 0.8))
     assert journal.last and journal.last.tokens == 70
 
 

@@ -34,7 +34,7 @@ def test_fastest_second_of_late_counts() -> None:
     for slot in range(400):
         rate = LINE * (3 if slot < 200 else 1 if slot % 50 == 49 else 0.5)
         for peer in "ab":
-            speed.note(peer, (slot + 0.5) * SLOT_SECONDS, peer, rate / 2, True)
+            speed.note(peer, (slot + 0.5) * SLOT_SECONDS, ord(peer), rate / 2, True)
         if slot == 250:
             assert speed.bytes_per_second == pytest.approx(3 * LINE)
     assert speed.bytes_per_second == pytest.approx(0.6 * LINE)

@@ -27,6 +27,8 @@ from tests.node.training.test_task_learner import RECIPE
 class Block(nn.Module):
     """With all that a second forward pass could change: dropout, the statistics of a normalisation, and a count."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.mix, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
@@ -119,7 +121,7 @@ def test_copies_and_classes_of_blocks_stay() -> None:
     assert twin(x).grad_fn is not None
 
 
-def layer() -> nn.Module:
+def layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(4, 1, 4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ class Normed:
 
     def __init__(self, scale: float = 1.0) -> None:
         torch.manual_seed(1)
-        self.module, self.scale = nn.Module(), scale
+        self.module: Any = nn.Module()
+        self.scale = scale
         self.module.first, self.module.norm = nn.Linear(3, 5), nn.BatchNorm1d(5)
         self.module.unused = nn.Linear(2, 2)
         self.module.teacher = copy.deepcopy(self.module.first).requires_grad_(False)
@@ -43,12 +45,12 @@ class Normed:
         draw = torch.Generator().manual_seed(seed + position)
         return self.scale * torch.randn(8, 3, generator=draw), torch.zeros(8)
 
-    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
         for mine, other in zip(self.module.teacher.parameters(), self.module.first.parameters(), strict=True):
             mine.data.lerp_(other.data, 0.1)
         self.module.exact += 1
         self.module.seen = self.module.seen + 1
-        return (self.module.norm(self.module.first(x)) - 1).square().mean()
+        return (self.module.norm(self.module.first(batch[0])) - 1).square().mean()
 
     def evaluate(self) -> float:
         self.module.zero_grad()
@@ -94,7 +96,7 @@ def test_try_out_finds_what_training_changes_and_undoes_it() -> None:
 
 def test_constant_module_keeps_its_layout() -> None:
     task = Normed()
-    task.loss = lambda x, y: task.module.first(x).square().mean()  # type: ignore[method-assign]
+    task.loss = lambda *batch: task.module.first(batch[0]).square().mean()  # type: ignore[method-assign]
     made, _ = learner(task)
     assert trained_elements(made.layout) == len(made.vector) == 3 * 5 + 5 + 10 + 6 and not extra_elements(made.layout)
 

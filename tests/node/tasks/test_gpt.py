@@ -88,12 +88,12 @@ def test_flatten_rejects_unsupported_modules() -> None:
 
 
 def test_tied_parameters_stay_tied() -> None:
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    flat = flatten(model)
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    second.weight = first.weight
+    flat = flatten(nn.Sequential(first, second))
     flat.vector.fill_(2)
     assert flat.layout.sizes() == (9,)
-    assert torch.equal(model[1].weight.detach(), torch.full((3, 3), 2.0))
+    assert torch.equal(second.weight.detach(), torch.full((3, 3), 2.0))
 
 
 def test_preset_follows_rounds_and_optimiser() -> None:

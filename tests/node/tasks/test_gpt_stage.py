@@ -21,7 +21,7 @@ def test_held_out_microbatches_spread_over_the_text(size: int, count: int) -> No
     task = GptStageTask(PRESET, cuts, 0, 0, Text(torch.zeros(50, dtype=torch.uint8), held_out))
     batches = [task.held_out(index) for index in range(count)]
     assert task.held_out(count) is None and task.held_out(-1) is None
-    windows = torch.cat([torch.cat((inputs, targets[:, -1:]), 1) for inputs, targets in batches if batches])
+    windows = torch.cat([torch.cat((batch[0], batch[1][:, -1:]), 1) for batch in batches if batch])
     assert windows.shape == (count * ROWS, WIDTH)
     assert torch.equal(windows[0], held_out[:WIDTH].long())
     if size >= ROWS * WIDTH:

@@ -15,9 +15,10 @@ import torch
 
 from node.tasks import user_task as own
 from node.tasks.base import TaskContext
+from node.tasks.name import TaskError
 from node.tasks.recipe import Recipe
 from node.tasks.spec import OwnValues, WorkerSpec
-from node.tasks.user_task import OwnTask, TaskError, make
+from node.tasks.user_task import OwnTask, make
 from node.training.build import build
 from tests.support.paths import documented_task
 

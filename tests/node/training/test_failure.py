@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from node.tasks.user_task import TaskError, blamed
+from node.tasks.name import TaskError
+from node.tasks.user_task import blamed
 from node.training.failure import FaultDump, describe
 
 WRONG_SHAPE = nn.Linear(2, 2)

@@ -23,7 +23,7 @@ from node.training.shared import Shared
 from tests.support.refusals import one_line
 
 RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
-TRAIN = {"do": "train", "round": 0, "begin": True, "surplus": False}
+TRAIN: dict[str, Any] = {"do": "train", "round": 0, "begin": True, "surplus": False}
 GENERATE = {"do": "generate", "prompt": base64.b64encode(b"abc").decode(), "tokens": 5, "temperature": 1.0, "seed": 4}
 GPT = GptValues(GptConfig(layers=1, width=16, heads=2, context=16), rows=2)
 
@@ -114,7 +114,7 @@ def test_exception_ends_all_but_commands_that_only_read(
 
 def test_failure_at_the_start_is_sent(memory: int, spec: WorkerSpec) -> None:
     class Failing(worker.Worker):
-        build = staticmethod(lambda *_: {}["no"])
+        build = staticmethod(lambda *_: dict[str, Any]()["no"])
 
     sent: list[tuple[str, Any]] = []
     lines = io.BytesIO(spec.to_json().encode() + b"\n")

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from node.outer.fragments import Fragments
 from node.outer.overlap import Overlap
 from node.outer.state import OuterSGD, OuterState
+from node.runtime.child_process import ChildProcess
 from node.runtime.compute import ThreadCompute
 from node.runtime.fork_server import ForkServer
 from node.tasks.recipe import Recipe
@@ -189,6 +190,7 @@ async def test_worker_killed_during_training_is_replaced(spec: WorkerSpec, compu
         await training.until_tokens(640)
         pid, heard = trainer.pid, len(training.progress)
         trainer._shared.loss_scale[0] = 512
+        assert pid
         os.kill(pid, signal.SIGKILL)
         await until(lambda: trainer.pid is None)
         assert torch.equal(await vector(trainer), anchor)
@@ -359,12 +361,12 @@ async def test_last_output_is_reported(
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nsys.stderr.write('x' * 999 + '\\nfarewell\\n')\nos._exit(3)"
     )
-    launch = process.ChildProcess.start
+    launch = ChildProcess.start
 
-    async def start(name: str, command: Any, on_line: Any, environment: Any, *rest: Any) -> process.ChildProcess:
+    async def start(name: str, command: Any, on_line: Any, environment: Any, *rest: Any) -> ChildProcess:
         return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, *rest)
 
-    monkeypatch.setattr(process.ChildProcess, "start", start)
+    monkeypatch.setattr(ChildProcess, "start", start)
     monkeypatch.setattr(ForkServer, "here", None)
     with pytest.raises(WorkerError) as error:
         await RemoteTrainer(paced(), compute).__aenter__()
@@ -384,8 +386,8 @@ async def test_joiner_evaluates_on_the_founders_sample(
         assert founder.restarts == 0
     (tmp_path / "held-out.bin").write_bytes(sample)
     (tmp_path / "other.txt").write_bytes(b"something else, for long enough. " * 40)
-    files = {"data": tmp_path / "other.txt", "held_out": tmp_path / "held-out.bin"}
-    async with RemoteTrainer(replace(spec, **files, stream_seed=4, weights_seed=1), compute) as joiner:
+    spec = replace(spec, data=tmp_path / "other.txt", held_out=tmp_path / "held-out.bin")
+    async with RemoteTrainer(replace(spec, stream_seed=4, weights_seed=1), compute) as joiner:
         assert await joiner.held_out() == sample and await joiner.evaluate() != loss
         await joiner.write(anchor)
         assert await joiner.evaluate() == loss
@@ -460,6 +462,7 @@ def test_worker_dies_with_its_parent() -> None:
     root = str(REPOSITORY)
     command = [sys.executable, "-c", _PARENT, paced().to_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:
+        assert parent.stdout
         children = [psutil.Process(int(parent.stdout.readline())) for _ in range(3)]
         for child in children:
             assert os.getsid(child.pid) == child.pid, "Ctrl-C cannot reach it"
@@ -525,7 +528,7 @@ async def test_overlapped_work_stays_across_the_outer_step(dies: bool, fragments
         handed_in, begun = await training.end(), trainer.anchor().clone()
         cut, overlap, heard = await vector(trainer), Overlap(trainer, account, head, handed_in), list[LocalProgress]()
 
-        def train(arrived: asyncio.Event) -> Awaitable[LocalProgress]:
+        def train(arrived: asyncio.Event) -> Coroutine[Any, Any, LocalProgress]:
             return trainer.train(key(1, head.next_fragment), arrived, heard.append)
 
         async with overlap.run(train, heard.append):

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from node.reporting.status import parse
+from node.session.pausing import PauseController
 from node.session.processes import carry_out
 from node.ui import control
 from node.ui.control import ControlServer, ControlUnavailable, ask, claimed, running
@@ -30,12 +31,13 @@ def soon(seconds: float = 2.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
+UNUSED: Any = None
+
+
 def control_server(
-    state_dir: Path, finish: object = None, pauses: object = None, swarm: object = None, doctor: object = None
+    state_dir: Path, finish: Callable[[], None] = lambda: None, pauses: PauseController = UNUSED
 ) -> ControlServer:
-    command: Any = partial(
-        carry_out, finish=finish or (lambda: None), pauses=pauses, limits=None, swarm=swarm, doctor=doctor
-    )
+    command = partial(carry_out, finish=finish, pauses=pauses, limits=UNUSED, swarm=UNUSED, doctor=UNUSED)
     return ControlServer(state_dir, lambda: STATUS, command)
 
 

@@ -27,7 +27,8 @@ def test_own_characters_have_equivalents_and_others_stay_recognisable() -> None:
 
 def test_message_reaches_a_terminal_without_its_characters() -> None:
     code = "import sys; from node.cli.app import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-X", "utf8=0", "-c", code, "status", "--state-dir", b"/nowhere/\xff\xe2\x80\xa6"]
+    directory = b"/nowhere/\xff\xe2\x80\xa6"
+    command: list[str | bytes] = [sys.executable, "-X", "utf8=0", "-c", code, "status", "--state-dir", directory]
     environment = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True)
     assert done.returncode == 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_equal_final_states_agree() -> None:
 def test_independent_peers_agree_within_spread_limit() -> None:
     tally = story(4, names=NAMES)
     for name, spread in zip(NAMES, (0.01, 0.019, 0.0), strict=True):
-        own = {"lineage": f"l-{name}", "params_hash": f"h-{name}", "spread_limit": 0.02}
+        own: dict[str, Any] = {"lineage": f"l-{name}", "params_hash": f"h-{name}", "spread_limit": 0.02}
         tally.add(name, report(name, 4, spread=spread, **own))
     assert tally.agree and tally.spread == (0.019, 0.02)
     assert tally.as_json()["stages"] == [{"stage": 0, "agree": True, "params_hash": ""}], "they hold different ones"

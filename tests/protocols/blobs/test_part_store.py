@@ -121,7 +121,7 @@ async def test_part_round_trips(tmp_path: Path) -> None:
     ],
 )
 @on_virtual_time
-async def test_oldest_rounds_are_evicted_first(bounds: dict[str, int], left: list[int]) -> None:
+async def test_oldest_rounds_are_evicted_first(bounds: dict[str, Any], left: list[int]) -> None:
     kept = store(**{"least_rounds": 1, **bounds})
     first = part(0)
     await kept.put(lineage(0), [first])

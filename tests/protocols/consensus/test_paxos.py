@@ -226,9 +226,9 @@ def test_votes_of_non_members_are_not_counted() -> None:
     table = Table()
     table.do(0, "chosen", 0, table.record())
     stranger, reborn = Member("x"), replace(table.members[1], incarnation=1)
+    value = table.vote(0).accepted
+    assert value
     for member in (stranger, reborn):
-        value = table.vote(0).accepted
-        assert value
         signature = VoteTally(KEY, table.roster, Seal(member.peer)).sign(value, member)
         table.do(0, "receive", member.peer, votes.Accept(KEY, member, 0, value.digest, signature))
     assert table.vote(0).decided is None
@@ -256,7 +256,8 @@ def test_second_record_in_one_ballot_is_ignored() -> None:
     table = Table()
     for record in (table.record(), table.record(without=2)):
         table.do(1, "receive", table.name(0), votes.Propose(KEY, table.members[0], 0, record))
-    assert table.vote(1).accepted and table.vote(1).accepted.data == table.record()
+    accepted = table.vote(1).accepted
+    assert accepted and accepted.data == table.record()
 
 
 def test_timers_double_to_limit_and_stale_are_ignored() -> None:

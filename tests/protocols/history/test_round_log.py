@@ -61,7 +61,8 @@ def same(chain: Chain, plain: Plain) -> None:
         assert some == [link.certificate for link in links[place : place + len(some)]]
     assert [chain.members(limit) for limit in (1, 3, 9)] == [plain.members(limit) for limit in (1, 3, 9)]
     unknown = b"x" * 32
-    assert unknown not in chain and chain.at(unknown) is chain.child(unknown) is None and chain.since(unknown) == ()
+    assert unknown not in chain and chain.at(unknown) is None
+    assert chain.child(unknown) is None and chain.since(unknown) == ()
     at = [heads.index(head) for head in map(chain.at, chain.locator()) if head]
     assert at == sorted(at, reverse=True) and at[0] == len(links) and at[-1] == 0
 

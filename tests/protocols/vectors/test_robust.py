@@ -22,7 +22,9 @@ LARGEST = torch.finfo(torch.float32).max
 TOLERANT = tuple(name for name in RULES if name != "mean")
 
 
-def aggregate(name: str, rows: Sequence[Sequence[float]] | torch.Tensor, weights: list[float] | None = None) -> Vector:
+def aggregate(
+    name: str, rows: Sequence[Sequence[float]] | torch.Tensor, weights: Sequence[float] | None = None
+) -> Vector:
     matrix = rows.clone() if isinstance(rows, torch.Tensor) else torch.tensor(rows)
     into = torch.full((matrix.shape[1],), math.nan)
     RULES[name](matrix, weights or [1.0] * len(matrix), into)
@@ -169,7 +171,7 @@ def judged(name: str, rows: torch.Tensor, allowances: Sequence[float] | None = N
     judge, into, count = RobustAggregator(name, allowances or [1.0] * len(rows)), torch.empty(rows.shape[1]), len(rows)
     for half in (slice(0, rows.shape[1] // 2), slice(rows.shape[1] // 2, None)):
         piece = rows[:, half].clone()
-        judge.average(range(count), [float(row.norm()) for row in piece], piece, [1.0] * count, into[half])
+        judge.average(range(count), [float(row.norm()) for row in piece], [*piece], [1.0] * count, into[half])
     return into, judge.named()
 
 
@@ -237,5 +239,5 @@ def test_tiny_contribution_does_not_scale_down_the_other(small: float) -> None:
     """States of a group are not clipped to the median norm, which is the lower one of two."""
     rows, into = torch.stack([torch.ones(1024), torch.full((1024,), small)]), torch.empty(1024)
     judge = RobustAggregator("mean", (UNCLIPPED, UNCLIPPED))
-    judge.average([0, 1], [float(row.norm()) for row in rows], rows, [1.0, 1.0], into)
+    judge.average([0, 1], [float(row.norm()) for row in rows], [*rows], [1.0, 1.0], into)
     assert torch.equal(into, torch.full((1024,), 0.5)) and not judge.named()

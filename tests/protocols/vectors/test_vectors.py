@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import Vector
+from protocols.registry import CHUNK_ELEMENTS
 from protocols.vectors.robust import ESTIMATE_ERROR
 from protocols.vectors.views import (
-    CHUNK_ELEMENTS,
     VectorView,
     chunk_count,
     chunk_range,

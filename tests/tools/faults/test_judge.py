@@ -106,8 +106,9 @@ FAILED = {
     "level": "error",
     "exception": 'Traceback (most recent call last):\n  File "x"\nE: 1',
 }
-STATE = {"outcome": "superseded", "blamed": {IDS["cleo"]: "its state is not the one that the others hold"}}
-FORK = {"outcome": "fork", "lineage": "B30", "params_hash": "b30", "peers": (IDS["bert"],)}
+BLAMED = {IDS["cleo"]: "its state is not the one that the others hold"}
+STATE: dict[str, Any] = {"outcome": "superseded", "blamed": BLAMED}
+FORK: dict[str, Any] = {"outcome": "fork", "lineage": "B30", "params_hash": "b30", "peers": (IDS["bert"],)}
 ONE, LOOSE = "butterfly", "gossip"
 PLANTED: list[tuple[str, list[Change], str, str, str]] = [
     # Histories; which violations there are is the checkers' matter.

@@ -162,11 +162,11 @@ def test_lossy_peer_loses_its_share_each_way_over_a_slow_line(network: Namespace
     network.heal()
     network.slow("a", 16_000_000)
     network.slow("a", 8_000_000)
-    for source, target in (connected, connected[::-1]):
+    for sender, receiver in (connected, connected[::-1]):
         began, left = time.monotonic(), 500_000
-        Thread(target=source.sendall, args=(bytes(left),)).start()
+        Thread(target=sender.sendall, args=(bytes(left),)).start()
         while left:
-            left -= len(target.recv(left))
+            left -= len(receiver.recv(left))
         assert 0.4 < time.monotonic() - began < 0.8
 
 

@@ -61,11 +61,19 @@ def named(member: Member) -> str:
 
 
 def silence(*pairs: str) -> Event:
-    return lambda swarm: [swarm.network.block(*pair.split(">")) for pair in pairs]
+    def event(swarm: Swarm) -> None:
+        for pair in pairs:
+            swarm.network.block(*pair.split(">"))
+
+    return event
 
 
 def heal(*pairs: str) -> Event:
-    return lambda swarm: [swarm.network.heal(*pair.split(">")) for pair in pairs]
+    def event(swarm: Swarm) -> None:
+        for pair in pairs:
+            swarm.network.heal(*pair.split(">"))
+
+    return event
 
 
 def kill(swarm: Swarm) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from node.tasks.base import Step
 from node.tasks.paced_stage import SIZES, PacedStage, WrongWeights
+from protocols.aio import raise_when_gone
 from protocols.base import Member
 from protocols.pipeline import driving
 from protocols.pipeline.admission import Lease
@@ -83,7 +84,7 @@ async def never(members: Any, member: Member, deadline: float) -> None:
     await asyncio.sleep(1e9)
 
 
-@pytest.mark.parametrize("watch, invariants", [(driving.raise_when_gone, set()), (never, {"calls"})])
+@pytest.mark.parametrize("watch, invariants", [(raise_when_gone, set()), (never, {"calls"})])
 def test_call_that_outlives_its_replica_is_found(
     watch: Any, invariants: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,11 +98,11 @@ def test_backward_at_another_replica_is_found() -> None:
     """At another peer, in another incarnation, and in later weights of the same replica. Those before the last step
     are kept, until they are replaced.
     """
-    here = PacedStage(64, 1, 32, Member("a"))
-    there, later = PacedStage(64, 1, 32, Member("b")), PacedStage(64, 1, 32, Member("a", 1))
+    here = PacedStage(64, 1, 32, "a/0")
+    there, later = PacedStage(64, 1, 32, "b/0"), PacedStage(64, 1, 32, "a/1")
     (x,) = here.run(StageJob(JobKind.FORWARD, (b"batch",))).payloads
     (y,) = here.run(StageJob(JobKind.FORWARD, (x,))).payloads
-    (gradient,) = PacedStage(64, 1, 32, Member("last")).run(StageJob(JobKind.LOSS, (y, b""))).payloads
+    (gradient,) = PacedStage(64, 1, 32, "last/0").run(StageJob(JobKind.LOSS, (y, b""))).payloads
     backward = StageJob(JobKind.BACKWARD, (x, gradient))
     assert here.run(backward).payloads
     for other in (there, later):

@@ -155,7 +155,12 @@ def test_honest_peers_survive_beside_a_liar(
     """Every refused lie is named, and no lie moves an honest peer's round."""
     worlds: list[IndependentWorld] = []
     check = IndependentWorld.check
-    monkeypatch.setattr(IndependentWorld, "check", lambda self, given: worlds.append(self) or check(self, given))
+
+    def kept(self: IndependentWorld, given: Any) -> Any:
+        worlds.append(self)
+        return check(self, given)
+
+    monkeypatch.setattr(IndependentWorld, "check", kept)
     scenario = Scenario(protocol=protocol, peers=4, rounds=4, seed=seed, fault="lies", lie=lie, elements=1000)
     outcome = play(scenario, IndependentWorld)
     assert outcome.violations == [] and len(outcome.liars) == 1

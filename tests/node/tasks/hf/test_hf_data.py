@@ -8,6 +8,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -176,7 +177,8 @@ def test_rows_are_made_again_after_change_or_damage(made: Path, tmp_path: Path, 
 
 def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
-    talks = [TALK.content["messages"], TALK.content["messages"][:2]]
+    messages: Any = TALK.content["messages"]  # type: ignore[index]
+    talks = [messages, messages[:2]]
     parquet.write_table(pyarrow.table({"text": ["one", "two\n"], "messages": talks}), file)
     assert [each.content for each in read_documents(select(tmp_path).files, False)] == ["one", "two\n"]
     assert [each.content for each in read_documents([file], True)] == [{"messages": each} for each in talks]
