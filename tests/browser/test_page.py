@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
+from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser
 
 from tests.browser.chromium import BROWSER, DESKTOP, PHONE, STRANGER, chromium, tab

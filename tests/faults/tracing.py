@@ -38,7 +38,7 @@ class Trap:
 
     point: str
     minimum_round: int
-    strike: Callable[[str], None]
+    strike: Callable[[str], object]
     peers: frozenset[str] | None
     fired: threading.Event = field(default_factory=threading.Event)
     struck: Passed | None = None
@@ -94,7 +94,7 @@ class Watch:
         return {TRACE: self._sockets[name].getsockname()}
 
     def arm(
-        self, point: str, minimum_round: int, strike: Callable[[str], None], peers: Collection[str] | None = None
+        self, point: str, minimum_round: int, strike: Callable[[str], object], peers: Collection[str] | None = None
     ) -> Trap:
         """Set a trap for the first peer, of all or of `peers`, that reaches the point in `minimum_round` or later.
 

@@ -20,7 +20,7 @@ usual_generate = ranked.Rank.generate
 def keep_vectors_of_ranks_apart() -> None:
     keep_vectors_apart()
     vars(ranked)["device_of"] = lambda name: "cpu:0" if name == "cpu" else device_of(name)
-    ranked.Rank.generate = generate  # type: ignore[method-assign]
+    vars(ranked)["Rank"].generate = generate
 
 
 def generate(rank: ranked.Rank, *given: Any, **named: Any) -> bytes:

@@ -97,9 +97,7 @@ def test_peer_killed_in_data_phase_delays_no_others(swarm: RealSwarm) -> None:
     killed = victim.strike()
     victim.leaves_nothing()
     survivors = others(four, victim)
-    ends = wait(
-        "the survivors decide", lambda: all(found := list(deciding(survivors, killed))) and found, ROUND_SECONDS
-    )
+    ends = others_decide(survivors, killed, ROUND_SECONDS)
     last_seconds = max(end["time"] for end in ends) - killed
     print(f"the last of the survivors decided {last_seconds:.2f} s after the kill")
     assert len({(end["lineage"], end["params_hash"]) for end in ends}) == 1

@@ -158,7 +158,8 @@ async def test_refusals_name_their_reason_and_are_bounded(homes: Homes) -> None:
         given = {"host": host, "ports": (2000,), "cipher": AES, "token": token} | changes
         answer: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(b.answer("a", Punch(**given), Answer(answer, asyncio.get_running_loop().time() + 9)))  # type: ignore[arg-type]
-        await asyncio.wait([task, answer], return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [task, answer]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         punched = answer.result()
         assert isinstance(punched, Punched)
         return punched.why

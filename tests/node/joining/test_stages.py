@@ -24,7 +24,7 @@ from node.membership.hello import (
     WantStageBefore,
 )
 from node.membership.seats import Seats, seat_of, seats_of, seats_to_bytes
-from protocols.base import BadPayload, Member, PeerGone
+from protocols.base import BadPayload, Member, PeerGone, Transport
 from tests.sim.host import SimSigner
 from tests.support.simulated import on_virtual_time
 from tests.support.variants import variants

@@ -11,7 +11,7 @@ from torch import nn
 from tests.node.library.stand_in import StandIns
 
 pytestmark = [pytest.mark.xdist_group("hugging-face"), pytest.mark.filterwarnings("ignore")]
-TOKENS = [3, 5, 7, 2, 4]
+TOKENS: Any = [3, 5, 7, 2, 4]
 
 
 def test_tokens_of_all_microbatches_count_except_of_skipped_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.random.random() < 0.5)
         self.schedule.step()
-        self.step(self.random.choice([5, torch.tensor(5)]))
+        counts: list[int | torch.Tensor] = [5, torch.tensor(5)]
+        self.step(self.random.choice(counts))
 
     def accumulated(self) -> None:
         for _ in range(3):

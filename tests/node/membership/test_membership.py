@@ -159,7 +159,8 @@ async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) 
     a, b, c = (swarm.members[name] for name in "abc")
     assert [c.stage_of(name) for name in "abc"] == [0, 2, 1] and c.stage_of("nobody") is None
     assert a.peers() == b.peers() == [], "a state is fetched from peers of the own stage only"
-    assert swarm.contacts("c")["b"].hello and swarm.contacts("c")["b"].hello.seats[0].member == Member("b")
+    hello = swarm.contacts("c")["b"].hello
+    assert hello and hello.seats[0].member == Member("b")
     await asyncio.sleep(0.5)
     a.announce_rounds(7)
     a.announce_rounds(5)

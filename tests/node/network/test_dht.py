@@ -89,7 +89,7 @@ def nested(code: int, levels: int) -> bytes:
     for _ in range(levels):
         inner = msgpack.ExtType(code, packed)
         packed = msgpack.packb([float("inf"), 0.0, [[inner, b"", 1e10]]] if code == 0x50 else [inner])
-    return msgpack.packb(msgpack.ExtType(code, packed))  # type: ignore[no-any-return]
+    return msgpack.packb(msgpack.ExtType(code, packed))
 
 
 @pytest.mark.real

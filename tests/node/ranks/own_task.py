@@ -61,7 +61,7 @@ class Shapes:
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.module.training:
-            self.module.latest.copy_(inputs.mean(0))
+            self.module.get_buffer("latest").copy_(inputs.mean(0))
         return functional.cross_entropy(self.module(inputs.to(self.device)), labels.to(self.device))
 
     def evaluate(self) -> float:

@@ -57,7 +57,7 @@ def test_buckets_cover_the_vector_from_its_end(tensors: list[tuple[int, bool]], 
             buckets.begin()
             for parameter, weight, (_, used) in zip(parameters, weights, tensors, strict=True):
                 if used:
-                    (parameter * weight).sum().backward()  # type: ignore[no-untyped-call]
+                    (parameter * weight).sum().backward()
             buckets.finish()
             ends = [total, *(low for low, _ in add.places)]
             assert [high for _, high in add.places] == ends[:-1] and ends[-1] == 0
@@ -71,6 +71,6 @@ def test_gradient_that_comes_too_late_is_refused() -> None:
     views = [View("scale", parameter, parameter.detach(), None, False)]
     buckets = GradientBuckets(views, Sum([0, 3], 3), 0, torch.zeros(3))  # type: ignore[arg-type]
     buckets.begin()
-    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    parameter.sum().backward()
     with pytest.raises(TaskError, match="parameter scale gets its gradient in several parts"):
-        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        parameter.sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -136,14 +137,12 @@ def test_muon_trains_hidden_matrices_and_continues_from_its_moments(
     recipe = replace(RECIPE, decay=decay, inner_optimizer="muon", clip_norm=1e9)  # type: ignore[arg-type]
     task, twin = Layered(), Layered()
     learner = TaskLearner(task, recipe, seed=0)
-    hidden = [twin.module.middle.weight, twin.module.wide.weight]  # type: ignore[union-attr]
+    hidden = [twin.module.get_parameter(f"{name}.weight") for name in ("middle", "wide")]
     others = [each for each in twin.module.parameters() if all(each is not one for one in hidden)]
     matrices, kept = [each for each in others if each.ndim > 1], [each for each in others if each.ndim < 2]
     muon = torch.optim.Muon(hidden, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(
-        [{"params": matrices}, {"params": kept, "weight_decay": 0.0 if decay else 0.3}],
-        betas=(0.9, 0.95), weight_decay=0.3, foreach=False,
-    )  # fmt: skip
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": kept, "weight_decay": 0.0 if decay else 0.3}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.3, foreach=False)
     for step in range(4):
         if step == 2:
             saved = {name: tensor.clone() for name, tensor in learner.moments().items()}

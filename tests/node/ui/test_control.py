@@ -64,13 +64,15 @@ async def test_status_is_returned_and_finish_passed_on(tmp_path: Path) -> None:
     assert math.isnan(parsed.loss) and replace(parsed, loss=0.0) == replace(STATUS, loss=0.0)
 
 
-class Pauses:
+class Pauses(PauseController):
     """Refuses ends in the past, as a real controller does; `asked` holds the requests."""
 
     def __init__(self) -> None:
         self.asked: list[object] = []
 
-    def pause(self, cause: str = "", until: float | None = None, after_round: bool = False) -> str:
+    def pause(
+        self, cause: str = "", until: float | None = None, after_round: bool = False, away: bool | None = None
+    ) -> str:
         if until is not None and not (math.isfinite(until) and until >= 1.0):
             raise ValueError("the end of a pause must be in the future")
         self.asked.append((cause, until, after_round))

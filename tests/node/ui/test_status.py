@@ -34,7 +34,7 @@ from tests.support.status_examples import PEER, STATUS
 
 
 def data() -> dict[str, Any]:
-    return json.loads(to_json(STATUS), parse_constant=pytest.fail)  # type: ignore[no-any-return]
+    return json.loads(to_json(STATUS), parse_constant=pytest.fail)
 
 
 def test_json_is_strict_and_round_trips() -> None:

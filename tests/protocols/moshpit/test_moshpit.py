@@ -263,7 +263,7 @@ def test_grid_shrinks_when_peers_leave() -> None:
 
     swarm.before = kill_some
     histories = swarm.average(rounds=3)
-    shapes = {averager._moshpit.grid.shape for peer, averager in swarm.averagers.items() if peer < "p04"}  # type: ignore[union-attr]
+    shapes = {averager._moshpit.grid.shape for peer, averager in swarm.averagers.items() if peer < "p04"}
     assert shapes == {(8,)}
     assert all(result.seconds < 20.0 for peer in ("p00", "p01", "p02", "p03") for result in histories[peer])
     assert all(len(histories[peer][-1].mean.peers) == 4 for peer in ("p00", "p01", "p02", "p03"))

@@ -168,7 +168,7 @@ async def test_own_limits_blame_no_other_peer(error: OSError, blames: bool) -> N
     assert isinstance(here._pipe, MemoryPipe)
     here._pipe.error = error
     with pytest.raises(PeerSilent) as raised:
-        async with accounting.counting(here):  # type: ignore[arg-type]
+        async with accounting.counting(here):
             await here.send(CHUNK)
     accounting.name(here.peer, f"lost as a reducer: {raised.value.why}")
     assert [each.peer for each in accounting.take()[0]] == ["there"] * blames

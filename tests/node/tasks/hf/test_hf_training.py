@@ -343,7 +343,7 @@ def test_adapters_that_peft_would_put_elsewhere_are_refused(made: Path) -> None:
     from transformers import Qwen3MoeConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    config = Qwen3MoeConfig(**sizes, num_attention_heads=4, num_experts=4, vocab_size=64, mlp_only_layers=[0])  # type: ignore[arg-type]
+    config = Qwen3MoeConfig(**sizes, num_attention_heads=4, num_experts=4, vocab_size=64, mlp_only_layers=[0])
     module = empty_model(config)
     targets = adapted_layers(module, ("all-linear",))
     with pytest.raises(ModelError, match=r'set hf.lora_targets = \["k_proj", "o_proj", "q_proj", "v_proj"\]$'):
