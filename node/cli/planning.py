@@ -89,7 +89,7 @@ def plan(
         print(f"{work.parameters:,} parameters; a step of {work.step_tokens:,} tokens takes this machine ", end="")
         print(f"{work.step_seconds:.2g} s\n\n{table(found)}\n")
         if taken:
-            print(f"take: {taken.way}: {_command(taken, run)}")
+            print(f"take: {taken.way}: {_command(taken, run, model.stages)}")
     if taken is None:
         raise CommandError("none of these ways can train this model on these machines: the table says why")
     return 0
@@ -108,11 +108,9 @@ def _equal(
     return PlannedSwarm((each,) * peers, seconds)
 
 
-def _command(taken: Outlook, run: Path | None) -> str:
-    """What starts such a run."""
-    file = f" --run {shlex.quote(str(run))}" if run else ""
-    if taken.stages > 1:
-        return f"{typed('join')}{file} --stages {taken.stages}"
-    if taken.overlaps:
-        return f'{typed("join")}{file}, with overlap = "keep" in [recipe] of the run file'
-    return f"{typed('join')}{file}"
+def _command(taken: Outlook, run: Path | None, stages: int) -> str:
+    """What starts such a run, of a file that says so many stages."""
+    line = typed("join") + (f" --run {shlex.quote(str(run))}" if run else "")
+    if taken.stages != stages:
+        line += f" --stages {taken.stages}"
+    return f'{line}, with overlap = "keep" in [recipe] of the run file' if taken.overlaps else line

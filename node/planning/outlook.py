@@ -22,8 +22,12 @@ CLOSE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MeasuredModel:
-    """A model and how it is trained: whole, and for each number of stages cut up, or why it cannot be."""
+    """A model and how it is trained: whole, and for each number of stages cut up, or why it cannot be.
 
+    `stages` is that of the run file.
+    """
+
+    stages: int
     whole: Workload
     staged: Mapping[int, Pipeline | str]
 
@@ -50,7 +54,7 @@ def measured_model(run: Path | None, timer: Callable[[], float]) -> MeasuredMode
         if cut_up.gpt.rows != rows:  # a preset has smaller batches with stages
             rows, blocks = cut_up.gpt.rows, measure(cut_up.preset(), timer)
         staged[stages] = _pipeline(cut_up, blocks)
-    return MeasuredModel(whole, staged)
+    return MeasuredModel(config.stages, whole, staged)
 
 
 def outlooks(model: MeasuredModel, machines: PlannedSwarm) -> list[Outlook]:
