@@ -24,7 +24,7 @@ SHIFT_SECONDS = 0.1
 """For which training stops in a round that overlaps with it."""
 MICROBATCH_SECONDS = 0.005
 """Of a stage's machine for each microbatch, beyond computing it: messages, copies, commands to the worker."""
-FULLEST_PIPELINE, WIRE_FACTOR, MOST_FITTED = 0.95, 0.85, 4
+FULLEST_PIPELINE, WIRE_FACTOR, MOST_FITTED = 0.95, 0.6, 4
 """Of `_fullness`; more replicas than these were not measured."""
 HEADROOM = 0.9
 """Share of a machine's memory that a plan fills at most."""
@@ -185,8 +185,8 @@ def _fullness(
 ) -> float:
     """The share of the narrowest stage's capacity that is used: the rest is lost while steps fill and drain.
 
-    A driver's step takes (B - 1) / r for its microbatches, and a wait for one on its way through all stages. The wait
-    grows with their number, and its part on the wire with that of replicas to choose from: a fit to
+    A driver's step takes (B - 1) / r for its microbatches, and a wait for one on its way through all stages. Its part at
+    the replicas grows with the number of stages, its part on the wire with that of replicas to choose from: a fit to
     `benchmarks.pipeline` (2 to 6 stages, B from 8 to 32, trips from a tenth of a microbatch to a whole one).
     """
     stages, interval = partition.stages, len(teams[0]) / rate
@@ -196,7 +196,7 @@ def _fullness(
         sent, received = _traffic(cut_up, stage, stages)
         wire += sent / fmean(each.upload for each in team) + received / fmean(each.download for each in team)
     replicas = min(MOST_FITTED, sum(map(len, teams)) / stages)
-    wait = (stages - 1) / 2 * (computing + WIRE_FACTOR * replicas * wire) / (1 + cut_up.lookahead / 2)
+    wait = ((stages - 1) / 2 * computing + WIRE_FACTOR * replicas * wire) / (1 + cut_up.lookahead / 2)
     return min(FULLEST_PIPELINE, cut_up.batches * interval / (wait + (cut_up.batches - 1) * interval))
 
 
