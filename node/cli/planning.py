@@ -80,18 +80,23 @@ def plan(
         model = measured_model(run, monotonic_seconds)
     except ConfigError as error:
         raise CommandError(str(error)) from None
-    found = outlooks(model, those)
-    taken, work = best(found), model.whole
-    if json:
-        seen = {"parameters": work.parameters, "step_tokens": work.step_tokens, "step_seconds": work.step_seconds}
-        print(to_json({**seen, "ways": [asdict(each) for each in found], "best": taken.way if taken else None}))
-    else:
+    found, work = outlooks(model, those), model.whole
+    taken = best(found)
+    told = {
+        "parameters": work.parameters,
+        "step_tokens": work.step_tokens,
+        "step_seconds": work.step_seconds,
+        "ways": [asdict(each) for each in found],
+        "best": taken.way if taken else None,
+    }
+    if not json:
         print(f"{work.parameters:,} parameters; a step of {work.step_tokens:,} tokens takes this machine ", end="")
         print(f"{work.step_seconds:.2g} s\n\n{table(found)}\n")
-        if taken:
-            print(f"take: {taken.way}: {_command(taken, run, model.stages)}")
     if taken is None:
-        raise CommandError("none of these ways can train this model on these machines: the table says why")
+        refused = CommandError("none of these ways can train this model on these machines: the table says why")
+        refused.found = told
+        raise refused
+    print(to_json(told) if json else f"take: {taken.way}: {_command(taken, run, model.stages)}")
     return 0
 
 

@@ -185,9 +185,9 @@ def _fullness(
 ) -> float:
     """The share of the narrowest stage's capacity that is used: the rest is lost while steps fill and drain.
 
-    A driver's step takes (B - 1) / r for its microbatches, and a wait for one on its way through all stages. Its part at
-    the replicas grows with the number of stages, its part on the wire with that of replicas to choose from: a fit to
-    `benchmarks.pipeline` (2 to 6 stages, B from 8 to 32, trips from a tenth of a microbatch to a whole one).
+    A driver's step takes (B - 1) / r for its microbatches, and a wait for one on its way through all stages. Its part
+    at the replicas grows with the number of stages, its part on the wire with that of replicas to choose from: a fit
+    to `benchmarks.pipeline` (2 to 6 stages, B from 8 to 32, trips from a tenth of a microbatch to a whole one).
     """
     stages, interval = partition.stages, len(teams[0]) / rate
     computing = sum(_seconds(partition, stage) / fmean(p.speed for p in team) for stage, team in enumerate(teams))

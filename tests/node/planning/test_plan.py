@@ -118,6 +118,8 @@ def test_plan_of_a_model_that_machines_hold_or_not(tmp_path: Path, capsys: pytes
     assert main(["plan", "--run", str(tmp_path / "run.toml"), "--peers", "4", "--upload", "1", "--memory", "0.1"]) == 2
     out, err = capsys.readouterr()
     assert "no machine has the memory" in out and err.startswith("starling: none of these ways")
+    assert main(["plan", "--run", str(tmp_path / "run.toml"), "--peers", "1", "--upload", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ways"][2]["limit"] == "fewer peers than stages"
 
 
 @pytest.mark.parametrize(
