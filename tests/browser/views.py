@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from node.reporting.status import PeerStatus
 from protocols.base import SyncStatus
@@ -27,22 +28,22 @@ class View:
     headline: str
 
 
-def peer(number: int, **changes: object) -> PeerStatus:
+def peer(number: int, **changes: Any) -> PeerStatus:
     """A peer of the run."""
     each = PeerStatus(f"12D3KooW{number:06d}", f"laptop-{number}", True, True, ROUNDS - 1, "", route="direct")
-    return replace(each, **changes)  # type: ignore[arg-type]
+    return replace(each, **changes)
 
 
-def said(page: ScriptedPage, number: int, **changes: object) -> None:
+def said(page: ScriptedPage, number: int, **changes: Any) -> None:
     """Let a peer of the run say what it does."""
-    usual = {
+    usual: dict[str, Any] = {
         "state": "training",
         "reason": "",
         "tokens_per_second": 12_000.0 + 400 * number,
         "version": "0.2.0+g1f3c2ab",
     }
     usual |= {"device": "NVIDIA GeForce RTX 4090" if number % 3 else "cpu", "peers": (), "addresses": ()}
-    page.answers[f"12D3KooW{number:06d}"] = replace(page.status, **usual | changes), 7.0  # type: ignore[arg-type]
+    page.answers[f"12D3KooW{number:06d}"] = replace(page.status, **usual | changes), 7.0
 
 
 def rounds(page: ScriptedPage, first: int, last: int, outcomes: Mapping[int, str] | None = None) -> None:

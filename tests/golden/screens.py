@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 
@@ -45,15 +46,15 @@ def text(shown: RenderableType, width: int) -> str:
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
-def report(number: int, **changes: object) -> RoundReport:
+def report(number: int, **changes: Any) -> RoundReport:
     plain = replace(
         REPORT, peer=PEER, round=number, peers=("p", "q", "s"), tokens=31232, loss=5.2 * 0.8**number, seconds_train=8.2,
         seconds_average=0.6, bytes_sent=3_100_000, bytes_received=12_100_000, held_out_loss=1.2 + 4 * 0.8**number,
     )  # fmt: skip
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
-def swarm_report(name: str, number: int, stages: int = 1, **changes: object) -> RoundReport:
+def swarm_report(name: str, number: int, stages: int = 1, **changes: Any) -> RoundReport:
     """Each stage has a lineage of its own, and only stage 0 a loss; peer i is in stage i mod `stages`."""
     stage = SIX.index(name) % stages
     plain = replace(
@@ -62,7 +63,7 @@ def swarm_report(name: str, number: int, stages: int = 1, **changes: object) -> 
         seconds_average=0.5, bytes_sent=10, bytes_received=20,
         time=100.0 + 3 * number, held_out_loss=math.nan if stage else 3.0 / (number + 1), stage=stage, stages=stages,
     )  # fmt: skip
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 def story(rounds: int, stages: int = 1, names: tuple[str, ...] = SIX) -> SwarmSummary:
@@ -82,7 +83,7 @@ def _peer_screens() -> Iterator[tuple[str, str]]:
     for width in (60, 80, 120):
         yield f"a peer at work, {width} columns", text(render(BUSY, reports, width), width)
     usual = text(render(BUSY, (), 100), 100).splitlines(keepends=True)
-    for what, changes in {
+    cases: dict[str, dict[str, Any]] = {
         "in stages": {"stage": 1, "stages": 3},
         "alone": {"peers": ()},
         "alone on this machine": {"peers": (), "addresses": STATUS.addresses[:1]},
@@ -95,8 +96,9 @@ def _peer_screens() -> Iterator[tuple[str, str]]:
         },
         "that is full": {"peers": OTHERS * 5, "waiting_for": ("bob",) * 6},
         "that catches up": {"state": "syncing", "syncing": CATCHING_UP},
-    }.items():  # fmt: skip
-        lines = text(render(replace(BUSY, **changes), (), 100), 100).splitlines(keepends=True)  # type: ignore[arg-type]
+    }  # fmt: skip
+    for what, changes in cases.items():
+        lines = text(render(replace(BUSY, **changes), (), 100), 100).splitlines(keepends=True)
         yield f"what differs of a peer {what}", "".join(line for line in lines if line not in usual)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -51,8 +52,8 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
     return seen
 
 
-def delayed_swarm(peers: int = 4, **changes: object) -> ScenarioRunner:
-    return ScenarioRunner(ScenarioSetup(peers, fork_peers=0, latency_seconds=LATENCY_SECONDS, **changes))  # type: ignore[arg-type]
+def delayed_swarm(peers: int = 4, **changes: Any) -> ScenarioRunner:
+    return ScenarioRunner(ScenarioSetup(peers, fork_peers=0, latency_seconds=LATENCY_SECONDS, **changes))
 
 
 def delayed(

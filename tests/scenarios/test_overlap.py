@@ -47,20 +47,9 @@ def steady(rounds: int, seed: int, overlaps: bool = True, fragments: int = 1) ->
         worlds.append(Steady(scenario))
         return worlds[0]
 
-    scenario = Scenario(
-        peers=3,
-        rounds=rounds,
-        seed=seed,
-        codec="fp32",
-        elements=10,
-        inner_steps=20,
-        uplinks=(1.25e6,) * 3,
-        step_seconds=(STEP_SECONDS,) * 3,
-        jitter=False,
-        overlaps=overlaps,
-        fragments=fragments,
-    )
-    return play(scenario, made), worlds[0]
+    scenario = Scenario(peers=3, rounds=rounds, seed=seed, codec="fp32", elements=10, inner_steps=20, jitter=False)
+    even = replace(scenario, uplinks=(1.25e6,) * 3, step_seconds=(STEP_SECONDS,) * 3)
+    return play(replace(even, overlaps=overlaps, fragments=fragments), made), worlds[0]
 
 
 @pytest.mark.parametrize(("seed", "fragments"), [(0, 1), (0, 3), *long((3, 1), (3, 2), (3, 4))])

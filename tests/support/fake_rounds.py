@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from protocols import wire
 from protocols.base import Head, Member
@@ -50,10 +51,10 @@ def decided(
     return follow(head, certified(head, record, voters))
 
 
-def line(head: Head, rounds: int, **changes: object) -> list[DecidedRound]:
+def line(head: Head, rounds: int, **changes: Any) -> list[DecidedRound]:
     links: list[DecidedRound] = []
     for _ in range(rounds):
-        links.append(decided(links[-1].head if links else head, **changes))  # type: ignore[arg-type]
+        links.append(decided(links[-1].head if links else head, **changes))
     return links
 
 
@@ -68,7 +69,7 @@ def fresh(archive: Archive | None = None) -> Chain:
     return Chain(RUN, "run", ROSTER, ROOT, archive, fragments=3)
 
 
-def grown(rounds: int, **changes: object) -> Chain:
+def grown(rounds: int, **changes: Any) -> Chain:
     chain = fresh()
     for link in line(chain.head, rounds, **changes):
         chain.extend(link.certificate)

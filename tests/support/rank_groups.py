@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -82,7 +82,7 @@ def spec_of(task: str, models: Callable[[str], Path], home: Path | None = None) 
     kind, _, train = task.partition(" ")
     if not train:
         return gpt(inner_optimizer=kind.removeprefix("gpt-"))
-    settings = HfSettings(context=48, rows=4, train=train, lora_rank=4)  # type: ignore[arg-type]
+    settings = HfSettings(context=48, rows=4, train=cast("Any", train), lora_rank=4)
     recipe = replace(RECIPE, mean="token", decay="matrices", learning_rate=3e-3)
     folder = models(kind)
     values = HfValues(settings, HfMachine(str(folder)))

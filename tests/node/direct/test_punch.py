@@ -60,8 +60,9 @@ class Fabric:
                 self.asked[name] += 1
                 return SeenAt(self.hosts.get(message.peer) or "", 0)
             answer: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
-            stream = Answer(answer, deadline)
-            self.tasks.append(asyncio.create_task(self.peers[to].answer(name, message, stream)))  # type: ignore[arg-type]
+            assert isinstance(message, Punch)
+            stream: Any = Answer(answer, deadline)
+            self.tasks.append(asyncio.create_task(self.peers[to].answer(name, message, stream)))
             return await answer
 
         def bind(host: str, port: int) -> socket.socket:
@@ -155,9 +156,10 @@ async def test_refusals_name_their_reason_and_are_bounded(homes: Homes) -> None:
 
     async def asked(**changes: Any) -> str:
         b._failed.clear()
-        given = {"host": host, "ports": (2000,), "cipher": AES, "token": token} | changes
+        given: dict[str, Any] = {"host": host, "ports": (2000,), "cipher": AES, "token": token} | changes
         answer: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(b.answer("a", Punch(**given), Answer(answer, asyncio.get_running_loop().time() + 9)))  # type: ignore[arg-type]
+        stream: Any = Answer(answer, asyncio.get_running_loop().time() + 9)
+        task = asyncio.create_task(b.answer("a", Punch(**given), stream))
         both: list[asyncio.Future[Any]] = [task, answer]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         punched = answer.result()

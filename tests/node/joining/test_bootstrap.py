@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -317,9 +317,9 @@ async def test_client_not_reading_the_answer_is_dropped() -> None:
         async def send(self, header: Header, payload: bytes = b"") -> None:
             await asyncio.sleep(1e6)
 
-    served = ServedPeer()
+    served, stuck = ServedPeer(), cast("Stream", Stuck())
     with pytest.raises(PeerSilent):
-        await served.network.nodes["a"].handlers[BOOTSTRAP_METHOD]("x", Stuck())  # type: ignore[arg-type]
+        await served.network.nodes["a"].handlers[BOOTSTRAP_METHOD]("x", stuck)
     assert now() == TRANSFER_SECONDS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from node.machine.rules import WORK, MachinePolicy, MachineReadings, MachineRule
 MONDAY = datetime(2026, 11, 23, 12, 0)
 CALM = MachineReadings(MONDAY, False, 8e9, 16e9, 0.0, 50.0, 90.0, 900.0, 0.0, False)
 ALL = MachineRules(in_use=True, busy=True)
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], Mode, str, float, float]] = {
     "battery": ({"on_battery": True}, Mode.AWAY, "on battery", 55, 60),
     "memory": ({"memory_available_bytes": 2e8}, Mode.AWAY, "short of memory", 0, 300),
     "pressure": ({"memory_pressure_percent": 30.0}, Mode.AWAY, "short of memory", 0, 300),
@@ -29,7 +30,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_rule_begins_and_ends_after_its_delays(case: str) -> None:
     changes, mode, cause, on_seconds, off_seconds = CASES[case]
-    policy, bad = MachinePolicy(ALL), replace(CALM, **changes)  # type: ignore[arg-type]
+    policy, bad = MachinePolicy(ALL), replace(CALM, **changes)
     assert policy.decide(CALM, 0) == WORK
     wishes = {second: policy.decide(bad, second) for second in range(5, 200, 5)}
     begun = min(second for second, wish in wishes.items() if wish.mode is mode)

@@ -45,10 +45,11 @@ class Scripted:
 
 
 def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
-    outer_loop, sync = Scripted(*script), SimpleNamespace(stranded=False)
+    outer_loop: Any = Scripted(*script)
+    sync: Any = SimpleNamespace(stranded=False)
 
     async def main() -> list[RoundReport]:
-        reports = ReplicatedOuterLoop.rounds(outer_loop, sync, lambda: bool(outer_loop.script))  # type: ignore[arg-type]
+        reports = ReplicatedOuterLoop.rounds(outer_loop, sync, lambda: bool(outer_loop.script))
         return [report async for report in reports]
 
     return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -113,14 +114,14 @@ def spread(spec: WorkerSpec, division: str, rendezvous: str) -> tuple[WorkerSpec
     shard, _, counts = division.partition(" ")
     ranks = [*map(int, counts.split("+"))]
     parallel = shard == "tensor"
-    more = {"shard": "zero3" if parallel else shard, "tensor_parallel": 2 if parallel else 1}
+    more: dict[str, Any] = {"shard": "zero3" if parallel else shard, "tensor_parallel": 2 if parallel else 1}
     return replace(
         spec,
         devices=("cpu",) * ranks[0],
         nodes=len(ranks),
         rendezvous=rendezvous,
         meeting_seconds=60.0,
-        **more,  # type: ignore[arg-type]
+        **more,
     ), ranks
 
 

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from node.ranks.collectives import GradientSum
 from node.ranks.division import cuts
 from node.ranks.zero import GradientBuckets
 from node.tasks.flat import View
 from node.tasks.name import TaskError
 
 
-@dataclass
-class Sum:
+@dataclass(frozen=True)
+class Sum(GradientSum):
     """Stands for a sum over all ranks: the others' gradients are 1."""
 
     bounds: list[int]
@@ -47,7 +48,7 @@ def test_buckets_cover_the_vector_from_its_end(tensors: list[tuple[int, bool]], 
         parameters = [nn.Parameter(torch.zeros(size)) for size, _ in tensors]
         views = [View("", each, each.detach(), None, False) for each in parameters]
         add, into = Sum(bounds, bucket), torch.zeros(bounds[rank + 1] - bounds[rank])
-        buckets = GradientBuckets(views, add, rank, into)  # type: ignore[arg-type]
+        buckets = GradientBuckets(views, add, rank, into)
         for passes in (1, 2):
             add.places.clear()
             sum(each.sum() for each in parameters).backward()  # type: ignore[union-attr]
@@ -69,7 +70,7 @@ def test_buckets_cover_the_vector_from_its_end(tensors: list[tuple[int, bool]], 
 def test_gradient_that_comes_too_late_is_refused() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     views = [View("scale", parameter, parameter.detach(), None, False)]
-    buckets = GradientBuckets(views, Sum([0, 3], 3), 0, torch.zeros(3))  # type: ignore[arg-type]
+    buckets = GradientBuckets(views, Sum([0, 3], 3), 0, torch.zeros(3))
     buckets.begin()
     parameter.sum().backward()
     with pytest.raises(TaskError, match="parameter scale gets its gradient in several parts"):

@@ -119,7 +119,7 @@ def test_options_and_context_reach_the_factory(module: Callable[[str], str], dir
         task = make(name, given)
     assert sys.modules[name.partition(":")[0]].received == (given, {"a": True, "b": "x"})
     task.try_out(1)
-    assert math.isfinite(task.evaluate()) and not torch.is_inference(task.module.weight)  # type: ignore[arg-type]
+    assert math.isfinite(task.evaluate()) and not torch.is_inference(task.module.get_parameter("weight"))
 
 
 def test_file_in_current_directory_does_not_shadow_libraries(directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -105,16 +105,16 @@ def test_decay_spares_norms_biases_and_adapters() -> None:
     assert touched == {"first.weight", "last.weight"}
 
 
-@pytest.mark.parametrize("decay", ["matrices", None])
-def test_decay_equals_torchs_groups(decay: str | None) -> None:
-    recipe = replace(RECIPE, decay=decay, clip_norm=1e9)  # type: ignore[arg-type]
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_decay_equals_torchs_groups(decay: Literal["matrices", "all"]) -> None:
+    recipe = replace(RECIPE, decay=decay, clip_norm=1e9)
     task, twin = Masked([8], [0] * 8), Masked([8], [0] * 8)
     learner = TaskLearner(task, recipe, seed=0)
     named = [*twin.module.named_parameters()]
     kept = [each for _, each in named if each.ndim < 2]
     groups = [
         {"params": [each for _, each in named if each.ndim > 1], "weight_decay": 0.3},
-        {"params": kept, "weight_decay": 0.0 if decay else 0.3},
+        {"params": kept, "weight_decay": 0.0 if decay == "matrices" else 0.3},
     ]
     plain = torch.optim.AdamW(groups, 1e-2, (0.9, 0.95), foreach=False)
     for step in range(3):
@@ -129,19 +129,22 @@ def test_decay_equals_torchs_groups(decay: str | None) -> None:
     torch.testing.assert_close(learner.vector, expected, rtol=1e-5, atol=1e-6)  # of steps of 1e-2
 
 
-@pytest.mark.parametrize("decay", ["matrices", None])
+@pytest.mark.parametrize("decay", ["matrices", "all"])
 def test_muon_trains_hidden_matrices_and_continues_from_its_moments(
-    decay: str | None, monkeypatch: pytest.MonkeyPatch
+    decay: Literal["matrices", "all"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(muon_module, "fast_dtype", lambda _: torch.bfloat16)  # torch's has no other
-    recipe = replace(RECIPE, decay=decay, inner_optimizer="muon", clip_norm=1e9)  # type: ignore[arg-type]
+    recipe = replace(RECIPE, decay=decay, inner_optimizer="muon", clip_norm=1e9)
     task, twin = Layered(), Layered()
     learner = TaskLearner(task, recipe, seed=0)
     hidden = [twin.module.get_parameter(f"{name}.weight") for name in ("middle", "wide")]
     others = [each for each in twin.module.parameters() if all(each is not one for one in hidden)]
     matrices, kept = [each for each in others if each.ndim > 1], [each for each in others if each.ndim < 2]
     muon = torch.optim.Muon(hidden, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": kept, "weight_decay": 0.0 if decay else 0.3}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": kept, "weight_decay": 0.0 if decay == "matrices" else 0.3},
+    ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.3, foreach=False)
     for step in range(4):
         if step == 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support.status_examples import PEER, REPORT, STATUS
 HERE, AWAY = PeerStatus("p", "bob", True, True, 4, ""), PeerStatus("q", "cleo", True, False, 4, "", left=True)
 
 
-def view(said: dict[str, object], **mine: object) -> SwarmStatus:
+def view(said: dict[str, Any], **mine: Any) -> SwarmStatus:
     """Of a peer that trains, one that says this, and one that has left."""
     status = replace(STATUS, **{"state": "training", "peers": (AWAY, HERE), "tokens_per_second": 100.0} | mine)  # type: ignore[arg-type]
     other = replace(STATUS, **{"state": "training", "tokens_per_second": 50.0} | said)  # type: ignore[arg-type]

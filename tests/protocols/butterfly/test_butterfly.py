@@ -12,6 +12,7 @@ from protocols.allreduce.plan import weights as plan_weights
 from protocols.base import (
     Member,
     Outcome,
+    Stream,
     Vector,
 )
 from protocols.consensus.record import coordinators, genesis
@@ -83,9 +84,9 @@ def test_reducer_memory_is_bounded_by_window() -> None:
     most = 0
     taken = reduce.Reducer._take_chunk
 
-    async def counting(self: reduce.Reducer, peer: str, stream: object, index: int) -> None:
+    async def counting(self: reduce.Reducer, peer: str, stream: Stream, index: int) -> None:
         nonlocal most
-        await taken(self, peer, stream, index)  # type: ignore[arg-type]
+        await taken(self, peer, stream, index)
         waiting = [len(inbox) for inbox in self._inbox.values()]
         assert sum(1 for inbox in self._inbox.values() if peer in inbox) <= reduce.WINDOW_CHUNKS
         most = max(most, sum(waiting))

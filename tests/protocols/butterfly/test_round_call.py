@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ async def test_coordinator_cut_off_from_quorum_waits(roster: Roster) -> None:
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 @simulated(Roster)
-async def test_verified_offer_changed_in_plan_is_refused(roster: Roster, change: dict[str, object]) -> None:
+async def test_verified_offer_changed_in_plan_is_refused(roster: Roster, change: dict[str, Any]) -> None:
     first, _, ours, *_ = roster.order
     unsigned = Offer(Member(first), 20, WORK.norm, 0.0, True, False, 1e6, bytes(32), b"")
     signature = SimSigner(first, 1).sign(planning.offer_message(roster.head.key, unsigned))
@@ -143,7 +144,7 @@ async def test_verified_offer_changed_in_plan_is_refused(roster: Roster, change:
     async with roster._averagers[ours].enter(roster.head, 100.0) as session:
         session.offer(WORK)
         session.take(first, Ready(roster.head.key, genuine))
-        forged = planning.make_plan(inputs, [replace(genuine, **change)], 0.0)  # type: ignore[arg-type]
+        forged = planning.make_plan(inputs, [replace(genuine, **change)], 0.0)
         with pytest.raises(BadPayload, match="a forged offer"):
             session.take(first, forged)
         session.take(first, planning.make_plan(inputs, [genuine], 0.0))

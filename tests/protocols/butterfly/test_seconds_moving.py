@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
+from protocols.base import Stream
 from protocols.streams.endpoint import RoundAccounting
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import simulated
@@ -23,7 +25,7 @@ class Moving:
 @simulated(SimSwarm)
 async def test_waits_are_apart_from_moving_bytes(swarm: SimSwarm) -> None:
     accounting, loop = RoundAccounting(), asyncio.get_running_loop()
-    async with accounting.counting(Moving(loop.time())):  # type: ignore[arg-type]
+    async with accounting.counting(cast("Stream", Moving(loop.time()))):
         timing = asyncio.create_task(accounting.time_movement())
         await asyncio.sleep(5.0)
         timing.cancel()

@@ -181,7 +181,9 @@ def test_member_without_record_requests_it_from_voters() -> None:
     table.deliver(votes.Propose, to=1)
     table.lose(0)  # 2 never sees the proposal
     for index in (0, 1):
-        accept = table.vote(index).tally.sign(table.vote(index).accepted, table.members[index])  # type: ignore[arg-type]
+        value = table.vote(index).accepted
+        assert value
+        accept = table.vote(index).tally.sign(value, table.members[index])
         message = votes.Accept(KEY, table.members[index], 0, records.lineage(table.record()), accept)
         table.do(2, "receive", table.name(index), message)
     table.deliver(votes.Accept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,8 +24,8 @@ ANNA, BERT, CLEO, DORA, EMIL = ROSTER = tuple(Member(name) for name in ("anna", 
 OUTSIDER = Member("zeno")
 
 
-def rules(me: Member = OUTSIDER, **changes: object) -> ForkChoice:
-    return ForkChoice(me, SimSigner(me.peer, SEED), **changes)  # type: ignore[arg-type]
+def rules(me: Member = OUTSIDER, **changes: Any) -> ForkChoice:
+    return ForkChoice(me, SimSigner(me.peer, SEED), **changes)
 
 
 def start(members: int = 3, root: bytes = UNSETTLED) -> Head:

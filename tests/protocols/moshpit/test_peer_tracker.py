@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,8 @@ HERE = PositionAnnouncement(
 )  # fmt: skip
 
 
-def announcement(peer: str, number: int = 1, **changes: object) -> PositionAnnouncement:
-    return replace(HERE, sender=Member(peer), number=number, **changes)  # type: ignore[arg-type]
+def announcement(peer: str, number: int = 1, **changes: Any) -> PositionAnnouncement:
+    return replace(HERE, sender=Member(peer), number=number, **changes)
 
 
 def tracker(*announcements: PositionAnnouncement, at: float = 10.0, live: int = 0) -> PeerTracker:
@@ -59,9 +60,9 @@ def tracker(*announcements: PositionAnnouncement, at: float = 10.0, live: int = 
         {"stage": WAITING, "offer": (replace(OFFER, member=Member("p2")),)},
     ),
 )
-def test_invalid_announcement_is_rejected(changes: dict[str, object]) -> None:
+def test_invalid_announcement_is_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(BadPayload):
-        check(replace(HERE, **changes), "p1")  # type: ignore[arg-type]
+        check(replace(HERE, **changes), "p1")
 
 
 def test_key_depends_on_every_component() -> None:

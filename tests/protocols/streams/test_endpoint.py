@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,9 @@ class Waiting:
     peer, deadline = "p1", 10.0
 
 
+WAITING: Any = Waiting()
+
+
 async def _open(table: SessionTable[str, int]) -> None:
     table.open("other", 1)
     await asyncio.sleep(3.0)
@@ -166,7 +170,7 @@ async def test_stream_waits_until_session_begins_or_cannot(
     table, loop = SessionTable[str, int](), asyncio.get_running_loop()
     job = asyncio.ensure_future(events(table))
     over = lambda: table.get("over") is not None  # noqa: E731
-    assert await table.wait_for("mine", Waiting(), over) == found  # type: ignore[arg-type]
+    assert await table.wait_for("mine", WAITING, over) == found
     assert loop.time() == seconds
     await job
 
@@ -176,7 +180,7 @@ async def test_stream_waits_until_session_begins_or_cannot(
 async def test_session_not_begun_in_time_is_silence(until: float | None, seconds: float) -> None:
     table, loop = SessionTable[str, int](), asyncio.get_running_loop()
     with pytest.raises(PeerSilent, match="did not begin here"):
-        await table.wait_for("mine", Waiting(), lambda: False, until)  # type: ignore[arg-type]
+        await table.wait_for("mine", WAITING, lambda: False, until)
     assert loop.time() == seconds
 
 

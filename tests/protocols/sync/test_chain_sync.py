@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ ALL = "anna bert cleo dora emil"
 INT8 = 1000 + 4 * 8  # what a mean of 1000 elements takes
 
 
-def swarm(names: str = "anna bert cleo", **options: object) -> SyncCluster:
-    return SyncCluster(names.split(), **options)  # type: ignore[arg-type]
+def swarm(names: str = "anna bert cleo", **options: Any) -> SyncCluster:
+    return SyncCluster(names.split(), **options)
 
 
 # -- behind -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +111,9 @@ async def test_next_donor_replaces_a_dead_one(donors: Donors) -> None:
     assert donors.blamed().keys() == {"anna"}
 
 
-def spoilt_state(**changes: object) -> Callable[[StateAdvert], StateAdvert]:
+def spoilt_state(**changes: Any) -> Callable[[StateAdvert], StateAdvert]:
     """A change of the one state that an advert offers."""
-    return lambda advert: replace(advert, states=(replace(advert.states[0], **changes),))  # type: ignore[arg-type]
+    return lambda advert: replace(advert, states=(replace(advert.states[0], **changes),))
 
 
 INVALID_ADVERTS: dict[str, Callable[[StateAdvert], StateAdvert]] = {

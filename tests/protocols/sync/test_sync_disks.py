@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -120,8 +120,8 @@ async def test_joiner_unable_to_store_download_stays_unchanged(world: SyncCluste
     else:
         download = cleo.sync.fetcher.download
 
-        async def broken(*args: object) -> object:
-            snapshot = await download(*args)  # type: ignore[arg-type]
+        async def broken(*args: Any) -> Any:
+            snapshot = await download(*args)
             snapshot.buffer.failing = True  # type: ignore[attr-defined]
             return snapshot
 

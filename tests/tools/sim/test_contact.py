@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from protocols.base import Host, Member
+from protocols.base import Host, Member, PeerId
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS, LIVENESS_SECONDS
 from tests.sim.host import EPOCH, DirectoryFaults, Entries, sim_host
@@ -60,20 +60,17 @@ def named(member: Member) -> str:
     return f"{member.peer}{'*' * member.incarnation}"
 
 
-def silence(*pairs: str) -> Event:
-    def event(swarm: Swarm) -> None:
-        for pair in pairs:
-            swarm.network.block(*pair.split(">"))
+def on_each(change: Callable[[PeerId, PeerId], None], pairs: tuple[str, ...]) -> None:
+    for source, target in (pair.split(">") for pair in pairs):
+        change(source, target)
 
-    return event
+
+def silence(*pairs: str) -> Event:
+    return lambda swarm: on_each(swarm.network.block, pairs)
 
 
 def heal(*pairs: str) -> Event:
-    def event(swarm: Swarm) -> None:
-        for pair in pairs:
-            swarm.network.heal(*pair.split(">"))
-
-    return event
+    return lambda swarm: on_each(swarm.network.heal, pairs)
 
 
 def kill(swarm: Swarm) -> None:

@@ -60,8 +60,10 @@ class Stage:
             self.network.join(peer)
         self.directory_faults = DirectoryFaults()
         self.paused = Activity.WORK
-        restart, pause = self.network.restart, self._pause
-        self.injector = Injector(faults, self.network, self.directory_faults, restart, pause)  # type: ignore[arg-type]
+        self.injector = Injector(faults, self.network, self.directory_faults, self._restart, self._pause)
+
+    def _restart(self, peer: PeerId) -> None:
+        self.network.restart(peer)
 
     def _pause(self, peer: PeerId, wanted: Activity) -> None:
         if peer == "p0":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -25,16 +26,16 @@ async def lingers(*_: PeerId | Stream) -> None:
 
 @pytest.mark.parametrize("job, error", [(fails, LookupError), (lingers, AssertionError)])
 @pytest.mark.parametrize("serves", (False, True))
-def test_failing_or_lingering_peer_fails_the_play(job: object, error: type[Exception], serves: bool) -> None:
+def test_failing_or_lingering_peer_fails_the_play(job: Any, error: type[Exception], serves: bool) -> None:
     """In its main task, or in a handler."""
     swarm = Checked()
 
     async def main() -> None:
         host, other = swarm.join("anna"), swarm.join("bert")
         if not serves:
-            swarm.spawn("anna", job())  # type: ignore[operator]
+            swarm.spawn("anna", job())
             return await asyncio.sleep(1.0)
-        host.transport.serve("method", job)  # type: ignore[arg-type]
+        host.transport.serve("method", job)
         async with other.transport.open("anna", "method", swarm.now + 10.0):
             await asyncio.sleep(1.0)
 

@@ -39,7 +39,7 @@ from tests.support.small_models import (
     write_tokenizer,
 )
 
-RECIPE = {"learning_rate": 3e-3, "outer_learning_rate": 0.9, "outer_momentum": 0.5, "warmup_steps": 0}
+RECIPE: dict[str, Any] = {"learning_rate": 3e-3, "outer_learning_rate": 0.9, "outer_momentum": 0.5, "warmup_steps": 0}
 
 
 def job(
@@ -53,7 +53,7 @@ def job(
     """A job of a founder on one of the small models."""
     data = made / ("chat.jsonl" if settings.get("format") == "chat" else "story.txt")
     values = HfValues(HfSettings(context=64, **settings), HfMachine(str(made / kind), **(machine or {})))
-    recipe = Recipe(10, 4, batches=batches, mean="token", decay="matrices", **RECIPE)  # type: ignore[arg-type]
+    recipe = Recipe(10, 4, batches=batches, mean="token", decay="matrices", **RECIPE)
     spec = WorkerSpec(values, recipe, 3, data=data, device="cpu", checkpointing=checkpointing)
     assert WorkerSpec.from_json(spec.to_json()) == spec
     with torch.random.fork_rng():
@@ -147,7 +147,7 @@ def test_checkpointing_changes_no_bit(made: Path, train: str) -> None:
 )
 def test_reduced_model_trains_float32_parameters(made: Path, precision: str, train: Any, frozen: object) -> None:
     values = HfValues(HfSettings(context=64, train=train), HfMachine(str(made / "qwen3")))
-    recipe = Recipe(10, 4, mean="token", decay="matrices", **RECIPE)  # type: ignore[arg-type]
+    recipe = Recipe(10, 4, mean="token", decay="matrices", **RECIPE)
     spec = WorkerSpec(values, recipe, 3, data=made / "story.txt", device="cpu", precision=precision)
     with torch.random.fork_rng():
         learner: Any = build(spec, torch.empty, False).learner
