@@ -121,6 +121,15 @@ def resume(state_dir: options.RunningPeerOption = None) -> int:
     return _say_answer(asyncio.run(_ask(state_dir, "resume")))
 
 
+@app.command()
+def move(
+    stage: Annotated[int, typer.Argument(metavar="K", help="Number of the stage, from 0.", min=0)],
+    state_dir: options.RunningPeerOption = None,
+) -> int:
+    """Move a running peer to another stage of its run. It fetches that stage's state first, and trains meanwhile."""
+    return _say_answer(asyncio.run(_ask(state_dir, "move", stage=stage)))
+
+
 @app.command(name="set")
 def set_setting(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(SETTABLE)}.")],

@@ -1,7 +1,6 @@
 """Fetch the model of a running swarm into a state directory, without taking part in the run.
 
-It asks as a joiner does, but sends no greeting: no peer counts it as live, and none admits it. The chain is verified
-from the founder on, and the state against the chain, so a wrong answer is noticed. An old one is not.
+No peer counts it as live, and none admits it (`node.joining.state_download`).
 
 With stages, each stage has a chain, and a state directory, of its own. A peer that was given by its address tells which
 peers it knows in other stages. libp2p's DHT has their addresses. Each of them is asked for its stage again, because
@@ -12,53 +11,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from node.config.derived import chain_of, protocol_settings
 from node.config.manifest import Manifest, ManifestError, unseal
-from node.config.peer_config import PeerConfig
 from node.export.fine_tuned import fine_tuned_layout
 from node.joining.bootstrap import ask_status
 from node.joining.stages import ask_seats
+from node.joining.state_download import INCARNATION, StateDownload, built_in_layout
 from node.membership.hello import StageSeat
 from node.membership.seats import Seats, seat_to_bytes
 from node.reporting.status import PeerStatus, parse, short
 from node.runtime.identity import verify
-from node.storage.buffers import outer_buffer
-from node.storage.certificate_log import CertificateLog
-from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of, publish_checkpoint
 from node.storage.statedir import STAGE, write_atomically
-from node.tasks.flat import layout_of, unfrozen
-from node.tasks.gpt import Gpt
-from node.tasks.gpt_stage import GptStage
 from node.tasks.hf.settings import ModelError
-from node.tasks.paced import Paced
 from protocols.aio import loop_time, task_group
 from protocols.base import (
     BadPayload,
-    Deadline,
-    Handler,
     Head,
     Host,
     Layout,
     Member,
     PeerError,
     PeerId,
-    Stream,
-    Transport,
 )
-from protocols.blobs.parts import PartCache
-from protocols.sync.chain_sync import ChainSync
-from protocols.sync.snapshot import Snapshot, SnapshotBuffer, Snapshots
+from protocols.sync.snapshot import Snapshot
 from protocols.sync.snapshot_download import StateUnavailable
 
-INCARNATION = 1
-PROOF_SECONDS = 30.0
-DOWNLOAD_SECONDS = 60.0  # For peers that send nothing. A download that makes progress has more time.
 MOST_ROUNDS_TRIED = 3
 SEARCH_SECONDS = 60.0
 ANSWER_SECONDS = 10.0  # for one peer: to be found by its id, and to answer
@@ -102,15 +84,7 @@ def fetchable(sealed: bytes, base: str | None = None) -> FetchableRun:
 
 def _layout(manifest: Manifest, stage: int, base: str | None) -> Layout:
     """Layout of a built-in task's parameters."""
-    config = manifest.config
-    if config.hf is not None:
-        return fine_tuned_layout(manifest, base)
-    if config.gpt is not None:
-        shape, bounds = config.gpt.shape, manifest.bounds
-        return layout_of(unfrozen(GptStage(shape, *bounds[stage : stage + 2]) if manifest.stages else Gpt(shape)))
-    assert config.paced is not None
-    elements = manifest.elements_of(stage)[0] if manifest.stages else config.paced.elements
-    return Paced(elements, config.seed, resume=True).layout
+    return fine_tuned_layout(manifest, base) if manifest.config.hf is not None else built_in_layout(manifest, stage)
 
 
 async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], directory: Path) -> list[Path]:
@@ -120,7 +94,6 @@ async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], di
     `ModelError` if no peer proves a chain and sends a state on it, or a stage has no peer.
     """
     manifest = run.manifest
-    host = replace(host, transport=_Asking(host.transport))
     if manifest.stages is None:
         downloads = [_Download(host, run, stage=0, first=manifest.founder, peers=peers, directory=directory)]
     else:
@@ -164,21 +137,8 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-class _Asking:
-    """A transport on which this process serves nothing, so that several stages can use it side by side."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.me, self._transport = transport.me, transport
-
-    def serve(self, method: str, handler: Handler) -> None:
-        """Ignored: no peer knows this process, so none asks it."""
-
-    def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
-        return self._transport.open(peer, method, deadline)
-
-
-class _Download:
-    """The chain and the state of a stage, or of a run without stages. `first` is alone in the roster before round 0."""
+class _Download(StateDownload):
+    """Of a stage, or of a run without stages, into a directory of its own."""
 
     def __init__(
         self,
@@ -191,68 +151,22 @@ class _Download:
         directory: Path,
         seat: StageSeat | None = None,
     ) -> None:
-        manifest = run.manifest
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(directory / "manifest.bin", run.sealed)
         if seat:
             write_atomically(directory / STAGE, seat_to_bytes(seat))
-        archive = CertificateLog(directory / "certificates.bin")
-        self.directory, self._run, self._layout = directory, manifest.run_id, run.layouts[stage]
-        self._chain = chain_of(manifest, stage, first, archive)
-        self._sync = ChainSync(
-            host,
-            protocol_settings(manifest, PeerConfig(), INCARNATION, stage),
-            chain=self._chain,
-            snapshots=Snapshots(make_buffer=self._draft),
-            part_cache=PartCache(host),
-            hints=lambda: peers,
+        layout = run.layouts[stage]
+        super().__init__(
+            host, run.manifest, layout=layout, stage=stage, first=first, peers=lambda: peers, directory=directory
         )
-        self._name = f"run {manifest.run_id[:12]}" + (f", stage {stage}" if manifest.stages else "")
-
-    async def prove(self) -> None:
-        """Have peers prove the best chain that they have. Without an answer it has no round."""
-        if branch := await self._sync.better(loop_time() + PROOF_SECONDS):
-            self._chain.switch(branch.ancestor.key.lineage, branch.links)
-
-    def served(self) -> dict[int, Head]:
-        """The states that peers say they serve: number of rounds that trained it -> its place on the chain."""
-        heads = sorted(self._sync.fetcher.offered(self._chain), key=lambda head: head.key.round)
-        return {self._chain.trained_at(head.key.lineage): head for head in heads}
 
     async def fetch(self, head: Head | None = None) -> Snapshot:
-        """Fetch the state at one of the heads in `served`, else the newest that arrives."""
-        fetcher, deadline = self._sync.fetcher, loop_time() + DOWNLOAD_SECONDS
         try:
-            return await (fetcher.download_at(head, deadline) if head else fetcher.download(self._chain, deadline))
+            return await super().fetch(head)
         except StateUnavailable as error:
             raise ModelError(
-                f"{self._name}: {error}: try again in a minute, or give the address of another of its peers"
+                f"{self.name}: {error}: try again in a minute, or give the address of another of its peers"
             ) from None
-
-    def publish(self, snapshot: Snapshot) -> None:
-        """Make a fetched state the checkpoint of the directory."""
-        made = Checkpoint(
-            path=self._place(snapshot.lineage, snapshot.round),
-            run=self._run,
-            round=snapshot.round,
-            lineage=snapshot.lineage,
-            state_root=snapshot.index.state_root(snapshot.round),
-            layout=self._layout,
-            index=snapshot.index,
-            data=DataCursor(0, INCARNATION, 0),
-            carried=0,
-            files={},
-        )
-        publish_checkpoint(made, inner=False)
-
-    def _place(self, lineage: bytes, round_number: int) -> Path:
-        """The directory that becomes the checkpoint of this state."""
-        return self.directory / DIRECTORY / f".{name_of(round_number, lineage)}"
-
-    def _draft(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
-        place = self._place(lineage, round_number)
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return outer_buffer(place / OUTER, self._layout.sizes(), round_number, lineage)
 
 
 class _StageSearch:

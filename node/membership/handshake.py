@@ -156,6 +156,7 @@ class HandshakeProtocol:
     def _hear(self, contact: PeerRecord, echo: Heartbeat, began: float) -> None:
         now = asyncio.get_running_loop().time()
         contact.detector.hear(now)
+        contact.echoed, contact.answered_at = echo, began
         self._take(contact, echo)
         contact.round_trip_seconds = now - began
         if contact.round_trip_seconds <= QUICK_SECONDS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -398,6 +399,7 @@ class Membership:
             contact.end_watch()  # the watched stream belongs to its previous process
             self._set_live(contact, False, "it was started again")
             contact.said = replace(contact.said, leaving=False)
+            contact.answered_at = -math.inf
 
     def _drop_unseated(self) -> None:
         """Drop contacts whose stage has another first member by now. If they greet again, they are told of it."""

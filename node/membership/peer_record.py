@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ class PeerRecord:
     why: str = "not tried yet"
     said: Heartbeat = NOTHING_SAID
     moving_since: float = 0.0  # when it said for the first time that it moves to the stage of `moving`
+    echoed: Heartbeat = NOTHING_SAID  # its latest answer to a heartbeat of this peer
+    answered_at: float = -math.inf  # when this peer sent that heartbeat
     offset_seconds: float = 0.0  # its wall clock minus this peer's
     round_trip_seconds: float = 0.0
     introduced_by: PeerId = ""

@@ -178,6 +178,10 @@ class LibP2PTransport:
     def serve(self, method: str, handler: Handler) -> None:
         self._serving.serve(method, handler)
 
+    def scope(self) -> AbstractAsyncContextManager[None]:
+        """See `Serving.scope`."""
+        return self._serving.scope()
+
     def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
         return self._stream(peer, method, deadline, self._direct)
 

@@ -23,8 +23,11 @@ MAX_LISTED = 4096  # Most peers or addresses in one status
 MAX_NUMBER = 1 << 63
 OTHERS_REDUCE = "other members reduce"
 MAX_BRIEF_NAMES = 8
-STATES = ("starting", "joining", "syncing", "training", "averaging", "waiting", "paused", "leaving", "finished")
-_LATER = frozenset({"version", "device"})  # Fields of a status that a peer of an earlier version leaves out
+STATES = (
+    *("starting", "joining", "syncing", "training", "averaging"),
+    *("waiting", "paused", "moving", "leaving", "finished"),
+)
+_LATER = frozenset({"version", "device", "move"})  # Fields of a status that a peer of an earlier version leaves out
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ class PeerStatus:
 class Status:
     """A peer's status, exactly as `status --json` prints it. A figure that is not known is nan, and null in JSON."""
 
-    state: str  # starting, joining, syncing, training, averaging, waiting, paused, leaving or finished
+    state: str  # starting, joining, syncing, training, averaging, waiting, paused, moving, leaving or finished
     reason: str  # explains the state
     waiting_for: tuple[str, ...]  # nicknames, short peer ids or other texts
     round: int  # from 0
@@ -93,6 +96,7 @@ class Status:
     limits: str = ""  # this peer's limits on its traffic, what they cost the run, and its quota
     version: str = ""  # of the peer's code
     device: str = ""  # on which its worker trains; empty if not known yet
+    move: str = ""  # with stages: its latest move to another, under way, done, or given up and why; empty without one
 
 
 def public(status: Status) -> Status:
@@ -107,6 +111,7 @@ def public(status: Status) -> Status:
         pid=0,
         checkpoint_problem="",
         limits="",
+        move="",
         peers=tuple(dataclasses.replace(each, address="", route_reason="") for each in status.peers),
     )
 

@@ -25,6 +25,7 @@ from node.network.dht import DhtDirectory
 from node.outer.error_feedback import ErrorFeedback, feedback
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.noloco import NoLoCo
+from node.outer.outer_loop import OuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.state import OuterSGD, OuterState
@@ -35,10 +36,12 @@ from node.session.discovery import discover
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance
+from node.session.stage_mover import MoveRefused, StageMover
 from node.storage.buffers import ScratchSpace
 from node.storage.certificate_log import spool
 from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.journal import Journal
+from node.storage.statedir import StateError
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from protocols.aio import Gate, task_group
@@ -47,6 +50,7 @@ from protocols.blobs.parts import LEAST_ROUNDS, STORE_ROUNDS, PartCache, PartSto
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
+from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors.codec import codec
 from protocols.wire import MAX_ROSTER
 
@@ -93,7 +97,8 @@ async def open_session(
     has_begun = lambda: decided or history.head.key.round > 0  # noqa: E731
     stage = LocalStage(entrance.line, entrance.seats, has_begun) if entrance else None
     if stage:
-        stage.placement = replace(UNPLACED, pinned=config.stage is not None)
+        arrived = max(1, start.chain.trained) if peer.has_moved else 0
+        stage.placement = replace(UNPLACED, pinned=config.stage is not None, arrived=arrived)
         stage.shown(peer.me.peer)  # so a seat that was used is final before others show theirs
     membership = _membership(peer, history, stage, unanswered, on_fatal)
     async with (
@@ -111,7 +116,7 @@ async def open_session(
         ) as checkpoints,
     ):
         host = Host(peer.transport, directory, membership, peer.compute, peer.clock, state.identity, run.seed)
-        pipeline, assigner = None, None
+        pipeline, assigner, everyone = None, None, host
         if entrance:
             from node.session.pipeline_session import PipelineSession  # only runs with stages load its code
 
@@ -163,9 +168,7 @@ async def open_session(
         probe = PortProber(peer.transport.host_of).probe
         assign = assigner.assign if assigner else None
         BootstrapServer(peer.transport, info, lambda: asdict(public(tracker.status())), assign, probe)
-        view.recall(past)
-        for report in past:
-            peer.swarm.counted.add(report)
+        peer.recall(past)
         if isinstance(loop, ReplicatedOuterLoop):
             loop.recall(tokens_counted(past))
 
@@ -187,8 +190,8 @@ async def open_session(
             view=view,
             on_report=on_report,
             run_rounds=run.recipe.rounds,
-            rounds=config.rounds,
-            wait_for_peers=config.wait_for_peers if key.round == 0 else 1,
+            rounds=None if config.rounds is None else max(1, config.rounds - peer.rounds_done),
+            wait_for_peers=config.wait_for_peers if key.round == 0 and not peer.has_moved else 1,
             pipeline=pipeline,
         )
         peer.pauses.attach(loop.pause, lambda: loop.holds_up_run)
@@ -205,14 +208,56 @@ async def open_session(
             peer.swarm.run(partial(ask_summary, peer.transport), lambda: _live(membership)),
         ]
         if entrance and assigner:
-            beside.append(_keep_stage(entrance, assigner, has_begun, config.stage, on_lost))
+            mover = _mover(peer, entrance, everyone, membership, session=session, loop=loop, has_begun=has_begun)
+            beside += [mover.run(), _keep_stage(entrance, assigner, has_begun, config.stage, on_lost)]
         if config.addresses_file:
             beside.append(keep_addresses_file(config.addresses_file, tracker.addresses, peer.files, view.say))
         async with task_group() as group:
             helpers = [group.create_task(each) for each in beside]
             yield session
+            tracker.mover = None
             for each in helpers:
                 each.cancel()
+
+
+def _mover(
+    peer: PeerProcesses,
+    entrance: StageEntrance,
+    host: Host,
+    membership: Membership,
+    *,
+    session: PeerSession,
+    loop: OuterLoop,
+    has_begun: Callable[[], bool],
+) -> StageMover:
+    """What moves this peer to another stage if it is asked to. `host` is of the members of all stages."""
+
+    def is_busy() -> str:
+        if session.is_leaving:
+            return "this peer is leaving the run"
+        if loop.activity.pauses:
+            return "this peer is paused: resume it first"
+        return "" if has_begun() else "the run has not begun: its stages are still being given"
+
+    async def fetch(target: int) -> None:
+        peers = lambda: [each.peer for each in membership.contacts() if each.live and each.stage == target]  # noqa: E731
+        try:
+            await entrance.fetch(target, host, peer.me, peers)
+        except (StateUnavailable, StateError) as error:
+            raise MoveRefused(str(error)) from None
+
+    peer.tracker.mover = StageMover(
+        peer.me,
+        entrance.seat.stage,
+        seats=entrance.seats,
+        membership=membership,
+        roster=lambda: loop.chain.head.roster,
+        is_busy=is_busy,
+        fetch=fetch,
+        leave=session.leave,
+        say=peer.view.say,
+    )
+    return peer.tracker.mover
 
 
 async def _keep_stage(

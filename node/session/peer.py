@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from node.session.fatal import AGAIN, NO_RESULT, NO_WORKER, REPLACED, FatalPeerE
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance, require_stage
-from node.storage.statedir import StateDir, StateError
+from node.storage.statedir import StateDir, StateError, read_stage
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
@@ -141,8 +141,18 @@ class Peer:
             run = await self._find_run()
             if run and (line := selector.is_over(run)):
                 return self._end(line)
-            entered = await (self._join_run(run, stack) if run else self._start_run(stack))
-            manifest, info, start, worker, entrance = entered
+            enter: Callable[[AsyncExitStack], Awaitable[Entered]]
+            enter = partial(self._join_run, run) if run else self._start_run
+            while moved := await self._train(enter):
+                enter = partial(self._arrive, *moved)
+
+    async def _train(self, enter: Callable[[AsyncExitStack], Awaitable[Entered]]) -> tuple[RunInfo, int] | None:
+        """Enter the run and train in it, as one incarnation. Returns the run and the stage that this peer has left, if
+        it moves to another one.
+        """
+        processes, selector = self._processes, self._selector
+        async with processes.transport.scope(), AsyncExitStack() as stack:
+            manifest, info, start, worker, entrance = await enter(stack)
             async with open_session(
                 processes,
                 manifest=manifest,
@@ -153,7 +163,7 @@ class Peer:
                 unanswered=selector.given(processes.bootstrap) if selector.alone else (),
                 on_fatal=self._fail,
                 on_lost=self._ask_again,
-                is_leaving=lambda: self._finishing,
+                is_leaving=lambda: self._finishing or (self._session is not None and self._session.is_leaving),
             ) as session:
                 self._session = session
                 await session.run()
@@ -161,6 +171,13 @@ class Peer:
                 times = "once" if worker.restarts == 1 else f"{worker.restarts} times"
                 self._say(f"{REPLACED} {times}, at last because of this: {worker.last_failure}")
             self._no_result = session.outcome.failure(worker.last_failure)
+        if session.moves_to is None or entrance is None:
+            return None
+        processes.rounds_done += session.done
+        self._session = None  # from here on, who asks this peer to finish ends it at once
+        await processes.disk.run(partial(self._state.switch_stage, session.moves_to), 0)
+        await processes.begin_again()
+        return info, entrance.seat.stage
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
@@ -199,6 +216,22 @@ class Peer:
             await processes.disk.run(state.withdraw, 0)
             raise
         return manifest, run, start, worker, entrance
+
+    async def _arrive(self, run: RunInfo, former: int, stack: AsyncExitStack) -> Entered:
+        """Enter another stage of the same run, or the former one again if this machine cannot train the other."""
+        target = read_stage(self._state.path)
+        try:
+            entered = await self._join_run(run, stack)
+        except (WorkerError, ManifestError, ConfigError, StateError, FatalPeerError) as error:
+            self._tracker.moved = f"not moved to stage {target}: {error}"
+            await self._processes.disk.run(partial(self._state.switch_stage, former), 0)
+            await self._processes.begin_again()
+            entered = await self._join_run(run, stack)
+        else:
+            self._processes.has_moved = True
+            self._tracker.moved = f"moved from stage {former} to stage {target}"
+        self._say(self._tracker.moved)
+        return entered
 
     async def _start_run(self, stack: AsyncExitStack) -> Entered:
         """Start a run. This peer draws the initial state, which all others download or, with stages, draw as well."""
@@ -254,6 +287,8 @@ class Peer:
             self._tracker.set_state("joining", "asking which stage this peer works in")
             await entrance.enter(processes.me, wanted, processes.transport, processes.bootstrap.met, self._say)
         stage = entrance.seat.stage
+        if wanted not in (None, stage):
+            self._say(f"--stage {wanted} is not followed: this peer was moved to stage {stage}, and stays there")
         if not founding:
             self._say(f"this peer is in stage {stage} (of 0 to {len(manifest.stages) - 1})")
         self._tracker.stage = stage

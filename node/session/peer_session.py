@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # only runs with stages load its code
 
 log = logging.getLogger(__name__)
 
+MOVE_SECONDS = 60.0  # The same as `FINISH_SECONDS` for a peer that moves to another stage: its process stays
 FINISH_SECONDS = 7.0
 """Time that a peer has to finish its round after it was asked to leave. It then leaves without the round."""
 OBSERVER_SECONDS = 1.0  # The same for a peer outside the roster, which only has to say goodbye
@@ -79,16 +81,23 @@ class PeerSession:
         self._membership, self._state, self._disk = membership, state, disk
         self._status_tracker, self._view, self._on_report = status_tracker, view, on_report
         self._run_rounds, self._limit, self._wait_for_peers = run_rounds, rounds, wait_for_peers
-        self._done = self._last_rounds = 0
+        self.done = self._last_rounds = 0  # rounds of this session that count for `rounds`
         self._is_member = False  # before its first round, a joiner is not
         self.outcome = SessionOutcome()
         self._evaluated = ""  # hash of the parameters that were evaluated last, or that the session starts from
-        self._leave, self._reported = asyncio.Event(), asyncio.Event()
+        self._leave, self._reported, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.moves_to: int | None = None  # the stage to which this peer moves when the session is over
 
-    def leave(self) -> None:
-        """Finish the round under way with the work done so far, then end the session."""
+    def leave(self, to_stage: int | None = None) -> None:
+        """Finish the round under way with the work done so far, then end the session: to move, or to leave the run."""
         self._leave.set()
-        self._status_tracker.set_state("leaving", "finishing the round")
+        if to_stage is None:
+            self._hurry.set()
+        self.moves_to = to_stage
+        if to_stage is None:
+            self._status_tracker.set_state("leaving", "finishing the round")
+        else:
+            self._status_tracker.set_state("moving", f"to stage {to_stage}: finishing the round of stage {self._stage}")
         self._membership.goodbye()
         self._outer_loop.leave()
 
@@ -117,7 +126,11 @@ class PeerSession:
         """Cancel the rounds if the peer was asked to leave and does not finish its round in time."""
         await self._leave.wait()
         roster = {member.peer for member in self._outer_loop.chain.head.roster}
-        await asyncio.sleep(FINISH_SECONDS if self._status_tracker.peer in roster else OBSERVER_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MOVE_SECONDS):
+                await self._hurry.wait()
+        if self._hurry.is_set():
+            await asyncio.sleep(FINISH_SECONDS if self._status_tracker.peer in roster else OBSERVER_SECONDS)
         if not main.done():
             self._view.say("the round did not end in time: leaving without it")
             main.cancel()
@@ -125,7 +138,7 @@ class PeerSession:
     def _should_continue(self) -> bool:
         if self._over():
             return False
-        enough = self._limit is not None and self._done >= self._limit
+        enough = self._limit is not None and self.done >= self._limit
         if not enough and not self._leave.is_set():
             return True
         self._last_rounds += 1
@@ -150,8 +163,8 @@ class PeerSession:
         async for report in loop.rounds(self._sync, self._should_continue, self._status_tracker.set_state):
             await self._report(report)
             if self._limit is not None:
-                loop.last_round = self._done >= self._limit - 1
-                if self._done >= self._limit:
+                loop.last_round = self.done >= self._limit - 1
+                if self.done >= self._limit:
                     loop.leave()
         if self._over() or 4 * len(loop.anchor) <= KEEP_BYTES:
             await loop.keep()
@@ -160,7 +173,10 @@ class PeerSession:
             await self._disk.run(partial(self._state.keep_text, text), 0)
         if self._over():
             await self._disk.run(self._state.forget, 0)
-        self._status_tracker.set_state("finished", "the run is over" if self._over() else "")
+        if self._over():
+            self.moves_to = None
+        if self.moves_to is None:
+            self._status_tracker.set_state("finished", "the run is over" if self._over() else "")
 
     async def _generate(self, size: int) -> bytes | None:
         """A text of about this many bytes, and the prompt before it; None if the model cannot write one now."""
@@ -184,7 +200,7 @@ class PeerSession:
             await members.changed(members.version, asyncio.get_running_loop().time() + WAIT_SECONDS)
 
     async def _report(self, report: RoundReport) -> None:
-        self._done += self._outer_loop.took_part(report)
+        self.done += self._outer_loop.took_part(report)
         self._judge(report)
         if self._pipeline:
             self._pipeline.announce_decided()
@@ -248,6 +264,10 @@ class PeerSession:
         if peer.stage != self._stage:
             return peer.stage == 0 and self._over()
         return peer.said.round < self._outer_loop.chain.head.key.round
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leave.is_set()
 
     @property
     def _stage(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,6 +24,7 @@ from node.network.daemon import PortTaken
 from node.network.libp2p import LibP2PTransport
 from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed
+from node.reporting.report import RoundReport
 from node.reporting.status import EventSink, Status, join_command, narrow, not_direct, who_joins
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
@@ -54,6 +55,8 @@ class PeerProcesses:
     def __init__(self, config: PeerConfig, state: StateDir, view: EventSink) -> None:
         self.config, self.state, self.clock = config, state, WallClock()
         self.me = Member(state.identity.peer_id, state.incarnation)
+        self._recalled = False
+        self.has_moved, self.rounds_done = False, 0  # between stages, in this process; in the sessions before
         self.compute = ThreadCompute()
         self.disk = ThreadCompute()  # reads and writes the state directory
         # Reads and writes what must not wait for a checkpoint: files with addresses, settings, the quota.
@@ -63,6 +66,20 @@ class PeerProcesses:
         self.doctor = DoctorService(self._examination)
         self._terminal, self.view = view, EventFeed(view, self.clock.wall)
         self.swarm = SwarmPoller(self.tracker.status, self.view.say, upgrade())
+
+    def recall(self, reports: Sequence[RoundReport]) -> None:
+        """Pass the reports of earlier processes on to the views; later sessions of this one have shown theirs."""
+        if not self._recalled:
+            self.view.recall(reports)
+            for report in reports:
+                self.swarm.counted.add(report)
+        self._recalled = True
+
+    async def begin_again(self) -> None:
+        """Become the next incarnation of the peer, in the same processes. No session may be open. Raises StateError."""
+        await self.disk.run(self.state.next_incarnation, 0)
+        self.me = Member(self.me.peer, self.state.incarnation)
+        self.tracker.begin_again(self.me)
 
     @asynccontextmanager
     async def running(self, judge: Callable[[RunInfo], None], on_asked: Callable[..., None]) -> AsyncIterator[None]:
@@ -80,6 +97,7 @@ class PeerProcesses:
             limits=self.limits,
             swarm=self.swarm,
             doctor=self.doctor.ask,
+            move=tracker.move,
         )
         async with (
             tracker.lag,
@@ -162,6 +180,7 @@ async def carry_out(
     limits: TrafficLimits,
     swarm: SwarmPoller,
     doctor: Callable[[int | None, str], Mapping[str, object]],
+    move: Callable[[int], str],
 ) -> Mapping[str, object]:
     """Carry out a request of the control socket or the page, a JSON object that names the command by `do`.
 
@@ -182,13 +201,15 @@ async def carry_out(
                 return {"ok": True, "line": pauses.resume()}
             case {"do": "set", "name": str(name), "value": str(value)}:
                 return {"ok": True, "line": await limits.change(name, value)}
+            case {"do": "move", "stage": int(stage)}:
+                return {"ok": True, "line": move(stage)}
             case {"do": "doctor", "number": None | int() as number, "address": str(address)}:
                 return doctor(number, address)
     except ValueError as error:
         return {"ok": False, "line": str(error)}
     except OverflowError:  # an integer that is too large for a float
         return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
-    return {"error": 'ask {"do": …} with "status", "swarm", "finish", "pause", "resume", "set" or "doctor"'}
+    return {"error": 'ask {"do": …} with "status", "swarm", "finish", "pause", "resume", "set", "move" or "doctor"'}
 
 
 CONTROLS = ("pause", "finish")  # What the page's user may ask for

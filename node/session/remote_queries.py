@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from node.export.fetching import INCARNATION, fetch_state, fetchable
+from node.export.fetching import fetch_state, fetchable
 from node.joining.bootstrap import RunInfo, ask_run, ask_status
 from node.joining.run_selector import run_id
+from node.joining.state_download import INCARNATION
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PTransport
 from node.runtime.clock import WallClock

@@ -7,16 +7,20 @@ needs a first member more than this one needs a further peer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
+from node.config.derived import stream_seed
 from node.config.manifest import Manifest, ManifestError
 from node.joining.stages import ask_stage
+from node.joining.state_download import StateDownload, built_in_layout
 from node.membership.hello import ANY_STAGE, VERSION, StageRejected, StageReply, StageSeat, WantStage
 from node.membership.seats import SeatLine, Seats, seat_of, seat_to_bytes, seats_of, seats_to_bytes
+from node.storage.checkpoint import DataCursor
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
-from protocols.base import BadPayload, Compute, Member, PeerError, PeerId, Signer, Transport
+from protocols.base import BadPayload, Compute, Host, Member, PeerError, PeerId, Signer, Transport
 
 ASK_SECONDS = 20.0  # For one answer: the peer that is asked may have to ask the founder
 PAUSE_SECONDS = 2.0
@@ -29,7 +33,7 @@ class StageEntrance:
     line: SeatLine
 
     def __init__(self, manifest: Manifest, state: StateDir, disk: Compute, signer: Signer) -> None:
-        self.seats = Seats(manifest, signer)
+        self.seats, self._manifest = Seats(manifest, signer), manifest
         self._me, self._state, self._disk = state.identity.peer_id, state, disk
 
     @property
@@ -51,10 +55,38 @@ class StageEntrance:
         """Write the known seats to the disk."""
         await self._disk.run(partial(self._state.keep_seats, seats_to_bytes(seats)), 0)
 
+    async def fetch(self, stage: int, host: Host, me: Member, peers: Callable[[], Sequence[PeerId]]) -> None:
+        """Prepare the directory of another stage, and download its state from these peers into it.
+
+        `me` is this peer's present incarnation: the next one starts from there. Raises StateError, StateUnavailable.
+        """
+        seat, following = self.seats.known[stage], replace(me, incarnation=me.incarnation + 1)
+        await self.keep(self.seats.told())
+        home = await self._disk.run(partial(self._state.prepare_stage, stage, seat_to_bytes(seat)), 0)
+        layout = await host.compute.run(partial(built_in_layout, self._manifest, stage), 1 << 30)
+        data = DataCursor(stream_seed(following), following.incarnation, 0)
+        try:
+            download = StateDownload(
+                host,
+                self._manifest,
+                layout=layout,
+                stage=stage,
+                first=seat.member,
+                peers=peers,
+                directory=home,
+                data=data,
+            )
+            await download.prove()
+            snapshot = await download.fetch()
+            await self._disk.run(partial(download.publish, snapshot), 0)
+        except OSError as error:
+            raise StateError(f"cannot write {home} ({error.strerror or error}): free space there") from None
+
     def kept(self, wanted: int | None) -> bool:
         """Take the stage of an earlier incarnation; False if this peer has none yet.
 
-        Raises `StateError` if what is kept is damaged, or of another stage than the one that the user wants.
+        Raises `StateError` if what is kept is damaged, or of another stage than the one that the user wants. A peer
+        that was moved from that one stays where it is.
         """
         seat = seat_of(self._state.stage())
         if seat is None and self._state.stage():
@@ -65,7 +97,7 @@ class StageEntrance:
             raise StateError(f"a seat in {self._state.path} is damaged ({error}): restore the directory") from None
         if seat is None:
             return False
-        if wanted not in (None, seat.stage):
+        if wanted not in (None, seat.stage) and not self._state.has_left(wanted):
             raise StateError(
                 f"{self._state.path} holds stage {seat.stage} of this run, not {wanted}: leave --stage out, or give "
                 "another --state-dir"

@@ -19,6 +19,7 @@ from node.reporting.report import RoundReport, Totals
 from node.reporting.status import OTHERS_REDUCE, PeerStatus, Status, printable, short
 from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals, with_children
 from node.session.pausing import PauseController
+from node.session.stage_mover import MoveRefused, StageMover
 from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.journal import Journal
@@ -30,8 +31,14 @@ if TYPE_CHECKING:
     from node.network.libp2p import LibP2PTransport
     from node.session.pipeline_session import PipelineSession
 
+_ENDING = ("moving", "leaving", "finished")
 _RECENT_ROUNDS = 5
 _NOTHING = LocalProgress(0, float("nan"), 0.0, 0.0)
+
+
+def _ends(state: str) -> int:
+    """How far the end of a peer's session is: 0 in the states before."""
+    return _ENDING.index(state) + 1 if state in _ENDING else 0
 
 
 class StatusTracker:
@@ -42,6 +49,7 @@ class StatusTracker:
     """
 
     pauses: PauseController | None = None
+    mover: StageMover | None = None
     transport: LibP2PTransport | None = None
     stage: int | None = None  # None in a run without stages, too
 
@@ -63,6 +71,7 @@ class StatusTracker:
         self._manifest: Manifest | None = None
         self._run_id = ""
         self._in_session = False
+        self.moved = ""  # what became of the latest move that ended the session
         self._held_out_loss = self._loss = self._spread = self._spread_limit = float("nan")
         self._work = _NOTHING
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
@@ -71,6 +80,19 @@ class StatusTracker:
 
     def enter_run(self, manifest: Manifest) -> None:
         self._manifest, self._run_id = manifest, manifest.run_id
+
+    def move(self, stage: int) -> str:
+        """Begin to move to another stage; returns a line for the user. Raises `MoveRefused`."""
+        if self._manifest and not self._manifest.stages:
+            raise MoveRefused("this run has no stages: each peer has the whole model")
+        if self.mover is None or not self._in_session:
+            raise MoveRefused(f"this peer is {self.state}: ask again when it trains")
+        return self.mover.request(stage)
+
+    def begin_again(self, me: Member) -> None:
+        """A new incarnation, which has no session yet."""
+        self.incarnation, self._in_session, self._work = me.incarnation, False, _NOTHING
+        self.state, self.reason = "joining", "its worker starts"
 
     def enter_session(
         self,
@@ -89,8 +111,8 @@ class StatusTracker:
         self._in_session = True
 
     def set_state(self, state: str, reason: str = "") -> None:
-        """Change the peer's state. A leaving peer stays `leaving` until it has finished."""
-        if self.state not in ("leaving", "finished") or state == "finished":
+        """Change the peer's state. A moving or leaving peer stays that until it leaves or has finished."""
+        if _ends(state) >= _ends(self.state):
             self.state, self.reason = state, reason
 
     def on_progress(self, phase: str, work: LocalProgress) -> None:
@@ -141,7 +163,9 @@ class StatusTracker:
     def _shown(self) -> tuple[str, str]:
         """State and reason as shown: a pause above what the rounds of a peer in a run do meanwhile."""
         state, reason = self.state, self.reason
-        if self._in_session and state not in ("leaving", "finished"):
+        if self._in_session and not _ends(state):
+            if self.mover and self.mover.target is not None:
+                return "moving", self.mover.phase
             if self.pauses and (why := self.pauses.reason):
                 return "paused", why
             if state == "training" and self._work.resting and (why := self._worker.resting_reason):
@@ -157,6 +181,13 @@ class StatusTracker:
         in_round = self._in_session and self.state in ("averaging", "training")
         peers = self._loop.waiting_for() if in_round else ()
         return () if self.peer in peers else self._names(peers)
+
+    def _move(self) -> str:
+        """The latest move between stages, in words; empty if there was none."""
+        mover = self.mover
+        if mover and mover.target is not None:
+            return f"moving to stage {mover.target}"
+        return (mover.problem if mover else "") or self.moved
 
     def _why_no_vote(self) -> str:
         """Why this peer has no vote, and what it waits for; empty if it has a vote."""
@@ -269,4 +300,5 @@ class StatusTracker:
             limits=self._limits.describe(1 + sum(each.live for each in contacts)),
             version=VERSION,
             device=printable(self._worker.device) if session else "",
+            move=printable(self._move()),
         )

@@ -53,7 +53,7 @@ class StateError(Exception):
 
 
 class StateDir:
-    """The state directory of one incarnation. The caller ensures that only one process uses it at a time."""
+    """The state directory of a peer. The caller ensures that only one process uses it at a time."""
 
     def __init__(self, path: Path, identity: Identity, incarnation: int) -> None:
         self.path, self.identity, self.incarnation = path, identity, incarnation
@@ -72,6 +72,13 @@ class StateDir:
                 f"cannot write {error.filename or path} ({error.strerror}): "
                 "name a writable directory with free space by --state-dir"
             ) from None
+
+    def next_incarnation(self) -> None:
+        """Start a new incarnation of the peer in the same process. Raises StateError."""
+        try:
+            self.incarnation = _next_incarnation(self.path / "incarnation")
+        except OSError as error:
+            raise StateError(f"cannot write {self.path} ({error.strerror}): free space there") from None
 
     @property
     def rounds(self) -> Path:
@@ -125,6 +132,11 @@ class StateDir:
     def switch_stage(self, stage: int) -> None:
         """Make a prepared stage the present one. After a crash either it is, or the former one. Raises StateError."""
         self._keep_durably(self.path / _PRESENT, b"%d\n" % stage)
+
+    def has_left(self, stage: int) -> bool:
+        """Whether this peer has been in a stage, and was moved to another."""
+        home = self.stage_home(stage)
+        return home != self.home and any(home.glob("checkpoints/*/inner.safetensors"))
 
     def enter_stage(self, stage: int, seat: bytes) -> None:
         """Save this peer's stage, which it keeps once the run has begun. Raises StateError."""

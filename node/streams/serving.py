@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from node.runtime.bounded import count
@@ -48,6 +49,7 @@ class Serving:
         self._handlers: dict[str, Handler] = {}
         self._active: Counter[PeerId] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._handled_by: dict[asyncio.Task[Any] | None, str] = {}  # the method that a stream's task carries out now
         self._lingering: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -56,6 +58,21 @@ class Serving:
         if method in self._handlers or not 0 < len(method.encode()) <= METHOD_BYTES:
             raise ValueError(f"{method!r} is served already, or is not a name of 1 to {METHOD_BYTES} bytes")
         self._handlers[method] = handler
+
+    @asynccontextmanager
+    async def scope(self) -> AsyncIterator[None]:
+        """What is served from within the context on ends with it, and so do its streams."""
+        before = set(self._handlers)
+        try:
+            yield
+        finally:
+            gone = self._handlers.keys() - before
+            for method in gone:
+                del self._handlers[method]
+            tasks = [task for task, method in self._handled_by.items() if task and method in gone]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ask(self, peer: PeerId, pipe: EndingPipe, method: str) -> None:
         """Ask the other side to serve `method`. On failure (OSError, EOFError), abort: only the name has been sent."""
@@ -135,8 +152,9 @@ class Serving:
             admitted = await self._admit(peer, pipe)
             if admitted is None:
                 return False
-            handler, stream = admitted
-            await handler(peer, stream)
+            method, stream = admitted
+            self._handled_by[asyncio.current_task()] = method
+            await self._handlers[method](peer, stream)
         except BadPayload as error:
             self._on_bad(peer, error)
         except PeerError as error:
@@ -145,9 +163,12 @@ class Serving:
             log.exception("a handler failed; its stream from %s is reset", peer)
         else:
             return True
+        finally:
+            self._handled_by.pop(asyncio.current_task(), None)
         return False
 
-    async def _admit(self, peer: PeerId, pipe: EndingPipe) -> tuple[Handler, Stream] | None:
+    async def _admit(self, peer: PeerId, pipe: EndingPipe) -> tuple[str, Stream] | None:
+        """The method that is asked for, and the stream; None if it is not served."""
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
                 size = bytearray(1)
@@ -155,8 +176,7 @@ class Serving:
                 name = bytearray(size[0])
                 await pipe.read_into(memoryview(name))
                 method = name.decode(errors="replace")
-                handler = self._handlers.get(method)
-                if handler is None:
+                if method not in self._handlers:
                     self.refuse(peer, "method not served")
                     return None
                 await pipe.write(_ACCEPTED)
@@ -164,7 +184,7 @@ class Serving:
         except (OSError, EOFError):  # TimeoutError is an OSError
             return None
         stream = await accepted(peer, pipe, _OPENING_SECONDS, self._on_bad)
-        return None if stream is None else (handler, stream)
+        return None if stream is None or method not in self._handlers else (method, stream)
 
     def _on_bad(self, peer: PeerId, error: BadPayload) -> None:
         new = self.refuse(peer, "bad payload")  # warn once: any peer can send bad payloads as often as it likes

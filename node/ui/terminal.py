@@ -42,6 +42,7 @@ STYLES = {
     "waiting": "yellow",
     "joining": "yellow",
     "paused": "yellow",
+    "moving": "yellow",
 }
 _OUTCOMES = {
     "alone": "alone",
@@ -151,6 +152,8 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
     rows.add_row("network", f"{size(status.bytes_sent)} sent   {size(status.bytes_received)} received")
     if status.limits:
         rows.add_row("limits", printable(status.limits))
+    if status.move:
+        rows.add_row("move", printable(status.move))
     rows.add_row("machine", _machine(status))
     if status.checkpoint_age_seconds is not None:
         rows.add_row("checkpoint", f"{duration(status.checkpoint_age_seconds)} old")

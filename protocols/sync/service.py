@@ -8,7 +8,17 @@ from typing import Generic, TypeVar
 
 from protocols import wire
 from protocols.aio import loop_time, peer_timeout, task_group
-from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Deadline, Header, PeerError, PeerId, RoundKey, Stream
+from protocols.base import (
+    REQUESTER_IDLE_SECONDS,
+    BadPayload,
+    Deadline,
+    Header,
+    PeerError,
+    PeerId,
+    PeerSilent,
+    RoundKey,
+    Stream,
+)
 from protocols.blobs.serving import BlobServer
 from protocols.streams.endpoint import StreamLimiter
 from protocols.sync.context import SyncContext
@@ -69,8 +79,10 @@ class SyncServiceBase(ABC, Generic[A]):
     def _admit(self, peer: PeerId, announcement: A) -> None:
         """Check and record a peer's announcement."""
         ours, theirs = self._key(), announcement.key
-        if (theirs.run, theirs.scope) != (ours.run, ours.scope):
+        if theirs.run != ours.run:
             raise BadPayload(f"{type(announcement).__name__} of another run")
+        if theirs.scope != ours.scope:
+            raise PeerSilent(peer, "it is in another stage: one of the two has moved")
         if announcement.sender.peer != peer:
             raise BadPayload(f"{type(announcement).__name__} in the name of {announcement.sender.peer}")
 

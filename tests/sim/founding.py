@@ -63,6 +63,9 @@ class Disk:
     def seats(self) -> bytes:
         return self.kept.get("seats", b"")
 
+    def prepare_stage(self, stage: int, seat: bytes) -> None:
+        self.kept[f"stage {stage}"] = seat
+
     def enter_stage(self, stage: int, seat: bytes) -> None:
         self.kept["stage"] = seat
 
@@ -100,6 +103,7 @@ class FoundingWorld(SimSwarm):
         self.members: dict[PeerId, Membership] = {}
         self.used: dict[int, set[bytes]] = {}  # stage -> the seats on which a peer of it has trained
         self.restarts = 0
+        self.wanted: dict[PeerId, int] = {}  # the stage that a peer asks for
         self.died_at: float | None = None
         self.founded_by: int | None = None  # the founder's messages when it began its first round
         self.seated_then = False  # whether a joiner was in a stage when the founder died
@@ -132,7 +136,7 @@ class FoundingWorld(SimSwarm):
             await entrance.found(me)
         elif not entrance.kept(None):
             others = [each for each in self.peers if each != peer]
-            await entrance.enter(me, None, transport, others, lambda line: None)
+            await entrance.enter(me, self.wanted.get(peer), transport, others, lambda line: None)
         await asyncio.sleep(START_SECONDS)
         has_begun = lambda: disk.has_begun  # noqa: E731
         stage = LocalStage(entrance.line, entrance.seats, has_begun)

@@ -10,8 +10,10 @@ from dataclasses import replace
 from protocols.base import Member, PeerId
 from protocols.pipeline.settings import PipelineEvent
 from tests.sim.pipeline_world import PipelineWorld
-from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
-from tests.support import checkers
+from tests.sim.scenario_runner import Checkpoint, ScenarioRunner, ScenarioSetup
+from tests.support import checkers, pipeline_checkers
+
+AWAY_SECONDS = 5.0
 
 
 class PipelineRunner(ScenarioRunner, PipelineWorld):
@@ -68,3 +70,81 @@ class PipelineRunner(ScenarioRunner, PipelineWorld):
 
     def unclean(self) -> list[checkers.Violation]:
         return [*super().unclean(), *self.check(self.histories)]
+
+
+class MovingRunner(PipelineRunner):
+    """Peers that change stage, as `node.session.peer` lets them: by an orderly end, and a new incarnation."""
+
+    def __init__(self, layout: Sequence[int], cast: ScenarioSetup | None = None) -> None:
+        super().__init__(layout, cast)
+        self._first = dict(self._layout)
+        self._stages: dict[Member, int] = {}  # of each incarnation
+        self._other_disks: dict[tuple[PeerId, int], Checkpoint] = {}  # what peers have on their disks of other stages
+        self._moving: dict[PeerId, int] = {}
+
+    def founders_of(self, index: int) -> tuple[Member, ...]:
+        stage = self.stage(self.peers[index])
+        return tuple(Member(peer) for peer in self.founders if self._first[peer] == stage)
+
+    def move(self, peer: PeerId, stage: int) -> None:
+        """Fetch the stage's state from a live peer there, and leave in good order; then begin again there."""
+        donor = next(each for each in self.of_stage(stage) if each in self.alive())
+        self._other_disks[peer, stage] = self.disks[donor]
+        self._moving[peer] = stage
+        self.leave(peer)
+
+    def _start(self, peer: PeerId) -> asyncio.Task[None]:
+        self._stages[self.network.nodes[peer].member] = self.stage(peer)
+        return super()._start(peer)
+
+    def kill(self, peer: PeerId) -> None:
+        super().kill(peer)
+        self._moving.pop(peer, None)  # a process that starts again is asked for nothing
+
+    def _end_of(self, peer: PeerId, member: Member) -> None:
+        target, is_end = self._moving.get(peer), self.network.nodes[peer].process.alive
+        super()._end_of(peer, member)
+        if target is not None and is_end and self.network.nodes[peer].member == member:
+            self._other_disks[peer, self.stage(peer)] = self.disks[peer]
+            self._layout[peer], self.disks[peer] = target, self._other_disks.pop((peer, target))
+            asyncio.get_running_loop().call_soon(self.revive, peer)
+
+    async def killed_in_move(self, mover: PeerId, target: int, number: int) -> bool:
+        """Move a peer, and kill it at one of its messages from then on; it comes back, and all train on.
+
+        Returns whether the move has so many messages: it is over when all peers of the stage have admitted the mover.
+        """
+        await self.rounds(1)
+        first, struck = self.network.nodes[mover].messages, False
+
+        def watch(peer: PeerId, at: int, way: str, other: PeerId) -> None:
+            nonlocal struck
+            if peer == mover and at >= first + number and not struck:
+                struck = True
+                self.kill(mover)
+
+        self.network.watch = watch
+        self.move(mover, target)
+        there = lambda: self.stage(mover) == target and mover in self.alive()  # noqa: E731
+        await self.until(lambda: struck or there(), 60.0, "the switch")
+        await asyncio.sleep(0.0)
+        await self.until(lambda: struck or self.whole(), 120.0, "the end of the move")
+        self.network.watch = None
+        if struck:
+            await asyncio.sleep(AWAY_SECONDS)
+            self.revive(mover)
+        await asyncio.sleep(0.0)
+        await self.until(self.whole, 120.0, "a whole swarm")
+        await self.rounds(2)
+        return struck
+
+    def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """Of each stage, what was done there."""
+        found = []
+        for stage in range(self.scenario.stages):
+            there = {
+                peer: [each for each in history if self._stages[Member(peer, each["incarnation"])] == stage]
+                for peer, history in histories.items()
+            }
+            found += checkers.check({peer: history for peer, history in there.items() if history})
+        return found + self.found + pipeline_checkers.check(self.events, self.pipeline(), self._finished())

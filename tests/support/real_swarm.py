@@ -174,6 +174,17 @@ class RealPeer:
         while self.left() and time.monotonic() < until:  # a killed process takes a moment to go
             time.sleep(POLL_SECONDS)
 
+    def command(self, *arguments: str, code: int = 0) -> str:
+        """Run a command on this peer as its user does; returns what it prints."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
+        said = self.directory.with_suffix(".said")
+        with said.open("w") as out:
+            streams = {1: out.fileno(), 2: out.fileno()}
+            words = [*arguments, "--state-dir", str(self.directory)]
+            done = server().start("node", words, environment, streams)
+            assert done.wait(30) == code, said.read_text()
+        return said.read_text()
+
     # -- its status and reports ---------------------------------------------------------------------------------------
 
     def ask(self, what: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:

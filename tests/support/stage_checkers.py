@@ -1,6 +1,6 @@
 """What must hold of the histories of a run in stages. Each stage has a chain of its own, and is checked by itself.
 
-one-stage       a peer works in one stage, through all its incarnations
+one-stage       a peer works in one stage, unless it moves: then in one for each incarnation
 stage-round     each round of stage 0 is decided, by a mean or by a record that skips it: none is missing
 counted-below   the microbatches that a stage counted are at least those of the stage before it, but for reports that
                 died with their peers
@@ -9,7 +9,7 @@ one-pace        at the end no stage is more than one training round behind anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tests.support import checkers
 from tests.support.checkers import DECIDED, Report, Tree, Violation
@@ -21,26 +21,29 @@ STAGES_APART = 1
 
 
 def by_stage(histories: Histories) -> dict[int, dict[str, Sequence[Report]]]:
-    """The histories of each stage; a peer without reports is in none."""
+    """The histories of each stage: of a peer that has moved, what it did there. One without reports is in none."""
     found: dict[int, dict[str, Sequence[Report]]] = {}
     for name, history in histories.items():
-        if history:
-            found.setdefault(history[0]["stage"], {})[name] = history
+        for stage in {each["stage"] for each in history}:
+            found.setdefault(stage, {})[name] = [each for each in history if each["stage"] == stage]
     return dict(sorted(found.items()))
 
 
-def check(histories: Histories) -> list[Violation]:
-    """Every violation in these histories."""
+def check(histories: Histories, movers: Collection[str] = ()) -> list[Violation]:
+    """Every violation in these histories. `movers` are peers that were moved to another stage."""
     found = [violation for stage in by_stage(histories).values() for violation in checkers.check(stage)]
-    return [*found, *one_stage(histories), *no_gap(by_stage(histories).get(0, {}))]
+    return [*found, *one_stage(histories, movers), *no_gap(by_stage(histories).get(0, {}))]
 
 
-def one_stage(histories: Histories) -> Iterator[Violation]:
-    """A violation for each peer that worked in two stages, or that states another number of stages."""
+def one_stage(histories: Histories, movers: Collection[str] = ()) -> Iterator[Violation]:
+    """A violation for each peer that worked in two stages without a move, or that states another number of stages."""
     for name, history in histories.items():
-        places = {(each["stage"], each["stages"]) for each in history}
-        if len(places) > 1:
-            yield Violation("one-stage", name, -1, f"was in {' and '.join(f'{k} of {n}' for k, n in sorted(places))}")
+        lives = {each["incarnation"] if name in movers else 0 for each in history}
+        for life in lives:
+            places = {(each["stage"], each["stages"]) for each in history if life in (0, each["incarnation"])}
+            if len(places) > 1:
+                named = " and ".join(f"{k} of {n}" for k, n in sorted(places))
+                yield Violation("one-stage", name, -1, f"was in {named}")
 
 
 def no_gap(drivers: Histories) -> Iterator[Violation]:

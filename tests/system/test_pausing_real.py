@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 
@@ -11,7 +10,6 @@ import pytest
 
 from tests.support.checkers import Report
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
-from tests.support.warm import server
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -24,17 +22,6 @@ FREE_SECONDS = 5.0
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     with RealSwarm(tmp_path_factory.mktemp("swarm"), paced(step_seconds=STEP_SECONDS, inner_steps=STEPS)) as swarm:
         yield swarm
-
-
-def command(peer: RealPeer, *arguments: str) -> str:
-    """Run a command on a peer as its user does; returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
-    said = peer.directory.with_suffix(".said")
-    with said.open("w") as out:
-        streams = {1: out.fileno(), 2: out.fileno()}
-        done = server().start("node", [*arguments, "--state-dir", str(peer.directory)], environment, streams)
-        assert done.wait(30) == 0, said.read_text()
-    return said.read_text()
 
 
 def since(peer: RealPeer, wall: float) -> list[Report]:
@@ -61,15 +48,15 @@ def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     one, *others = four
     worker = one.child("worker")
-    assert worker and "paused since" in command(one, "pause", "--for", "5m")
-    assert json.loads(command(one, "status", "--json"))["state"] == "paused"
+    assert worker and "paused since" in one.command("pause", "--for", "5m")
+    assert json.loads(one.command("status", "--json"))["state"] == "paused"
     for (report,) in rounds(others, 1):
         assert report["outcome"] == "committed" and not counts(one, report)
         assert report["tokens"] >= STEPS * STEP_TOKENS, "a round was called early"
     wait("it has the others' mean", lambda: one.last()["round"] >= report["round"], ROUND_SECONDS)
     assert one.last()["outcome"] == "committed", "a resting member votes, and fetches the mean"
     assert one.child("worker") == worker, "a resting worker was replaced"
-    assert "works again" in command(one, "resume")
+    assert "works again" in one.command("resume")
     last, back = others[-1], time.time()  # rounds go by while the command starts
     counted = wait("it counts again", lambda: [r for r in since(last, back) if counts(one, r)], 3 * ROUND_SECONDS)
     assert counted[0]["round"] <= since(last, back)[0]["round"] + 1
@@ -82,14 +69,14 @@ def test_one_trains_on_while_three_pause(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     *three, last = four
     for peer in three:
-        command(peer, "pause", "--for", "5m")
+        peer.command("pause", "--for", "5m")
     (reports,) = rounds([last], 2)
     assert {each["outcome"] for each in reports} <= {"committed", "alone"}
     assert not any(counts(peer, report) for peer in three for report in reports)
     assert all(each["tokens"] >= STEPS * STEP_TOKENS for each in reports), "a round was called early"
     back = time.time()
     for peer in three:
-        command(peer, "resume")
+        peer.command("resume")
     wait("all four are in one mean again", lambda: swarm.all_in_one_mean(four, back), 4 * ROUND_SECONDS)
     swarm.check()
 
@@ -98,7 +85,7 @@ def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
     """Also across a kill: it starts again paused."""
     four = swarm.four(ROUND_SECONDS)
     *others, one = four
-    command(one, "pause")
+    one.command("pause")
     wait("it has left the roster", lambda: others[0].sees(one).get("member") is False, 2 * ROUND_SECONDS)
     wait("its worker has ended", lambda: one.child("worker") is None, FREE_SECONDS)
     for reports in rounds(others, 2):
@@ -111,7 +98,7 @@ def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
     rounds(others, 1)
     assert others[0].sees(one).get("member") is False
     back = time.time()
-    command(one, "resume")
+    one.command("resume")
     wait("it counts again", lambda: swarm.all_in_one_mean(four, back), 4 * ROUND_SECONDS)
     swarm.check()
 
@@ -119,9 +106,9 @@ def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
 def test_paused_peer_finishes_at_once(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     *others, one = four
-    command(one, "pause")
+    one.command("pause")
     wait("its worker has ended", lambda: one.child("worker") is None, 2 * ROUND_SECONDS)
-    command(one, "finish")
+    one.command("finish")
     assert one.ends(5.0) == 0
     one.leaves_nothing()
     rounds(others, 1)

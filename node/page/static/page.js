@@ -7,7 +7,7 @@ import { clock, count, duration, loss, shortPeer, size } from "./format.js";
 const MAX_LINES = 10;
 const MAX_ROWS = 60;
 const MAX_POINTS = 2000;
-const DOTS = { training: "good", averaging: "busy", syncing: "busy", joining: "busy", starting: "busy", waiting: "warn", paused: "warn", leaving: "warn" };
+const DOTS = { training: "good", averaging: "busy", syncing: "busy", joining: "busy", starting: "busy", waiting: "warn", paused: "warn", moving: "busy", leaving: "warn" };
 const STATES = { syncing: "catching up" };
 const OUTCOMES = {
   alone: "alone",
@@ -49,6 +49,7 @@ function headline(status) {
     case "paused": return "Paused";
     case "joining": return "Joining the run";
     case "starting": return "Starting";
+    case "moving": return "Moving to another stage";
     case "leaving": return "Handing in the work, then leaving";
     case "finished": return "Finished";
     default: return status.state;

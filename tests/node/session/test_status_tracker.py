@@ -22,6 +22,7 @@ from node.membership.peer_record import PeerRecord
 from node.outer.round_history import LocalHistory
 from node.reporting.report import RoundReport
 from node.reporting.status import OTHERS_REDUCE, Status, not_direct, parse, to_json
+from node.session.stage_mover import MoveRefused
 from node.session.status_tracker import StatusTracker
 from node.storage.journal import Journal
 from protocols.base import LinkFault, LocalProgress, Member, SyncStatus
@@ -105,6 +106,33 @@ def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     progress = SyncStatus(1, 10, 3, 2.5, 0, 4, None)
     sync = SimpleNamespace(sync_progress=SimpleNamespace(progress=lambda: progress), joiners=0)
     assert shown(in_a_run(tmp_path, sync=sync)).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
+
+
+def test_move_is_refused_without_stages_or_a_session() -> None:
+    tracker = status_tracker(Member("me", 4))
+    with pytest.raises(MoveRefused, match="this peer is starting: ask again when it trains"):
+        tracker.move(1)
+    tracker.enter_run(SimpleNamespace(**vars(manifest()), stages=None))  # type: ignore[arg-type]
+    with pytest.raises(MoveRefused, match="this run has no stages"):
+        tracker.move(1)
+
+
+def test_moving_peer_is_shown_as_moving(tmp_path: Path) -> None:
+    """Until it leaves the run, whatever its rounds do meanwhile; afterwards what became of it stays."""
+    tracker = in_a_run(tmp_path)
+    mover: Any = SimpleNamespace(target=2, phase="its state is fetched", problem="")
+    tracker.mover = mover
+    assert (shown(tracker).state, shown(tracker).move) == ("moving", "moving to stage 2")
+    tracker.set_state("moving", "finishing the round")
+    tracker.set_state("averaging")
+    assert tracker.state == "moving"
+    tracker.set_state("leaving")
+    tracker.set_state("moving")
+    assert tracker.state == "leaving"
+    tracker.begin_again(Member("me", 5))
+    mover.target, mover.problem = None, "not moved to stage 2: why"
+    assert (shown(tracker).state, shown(tracker).incarnation) == ("joining", 5)
+    assert shown(tracker).move == "not moved to stage 2: why"
 
 
 def test_status_lists_members_and_met_peers(tmp_path: Path) -> None:

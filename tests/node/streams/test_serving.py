@@ -32,3 +32,14 @@ def test_serving_a_method_twice_is_an_error(tmp_path: Path) -> None:
     for method in ("echo", "", "m" * 65):
         with pytest.raises(ValueError, match="is served already, or is not a name"):
             transport.serve(method, echo)
+
+
+async def test_scope_ends_what_was_served_in_it(tmp_path: Path) -> None:
+    """So a process can serve the same methods for its next incarnation. What was served before it stays."""
+    transport = LibP2PTransport(identity.create(tmp_path / "key"))
+    transport.serve("before", echo)
+    for _ in range(2):
+        async with transport.scope():
+            transport.serve("echo", echo)
+    with pytest.raises(ValueError, match="is served already"):
+        transport.serve("before", echo)

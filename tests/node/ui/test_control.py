@@ -37,7 +37,7 @@ UNUSED: Any = None
 def control_server(
     state_dir: Path, finish: Callable[[], None] = lambda: None, pauses: PauseController = UNUSED
 ) -> ControlServer:
-    command = partial(carry_out, finish=finish, pauses=pauses, limits=UNUSED, swarm=UNUSED, doctor=UNUSED)
+    command = partial(carry_out, finish=finish, pauses=pauses, limits=UNUSED, swarm=UNUSED, doctor=UNUSED, move=UNUSED)
     return ControlServer(state_dir, lambda: STATUS, command)
 
 

@@ -1,0 +1,136 @@
+"""The download of a stage's state, or of a whole model's, by a peer or a process that takes no part in its rounds.
+
+It asks as a joiner does, but greets no peer as one, and serves nothing. The chain is verified from its first member on,
+and the state against the chain. So a wrong answer is noticed; an old one is not.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from node.config.derived import chain_of, protocol_settings
+from node.config.manifest import Manifest
+from node.config.peer_config import PeerConfig
+from node.storage.buffers import outer_buffer
+from node.storage.certificate_log import CertificateLog
+from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of, publish_checkpoint
+from node.tasks.flat import layout_of, unfrozen
+from node.tasks.gpt import Gpt
+from node.tasks.gpt_stage import GptStage
+from node.tasks.paced import Paced
+from protocols.aio import loop_time
+from protocols.base import Deadline, Handler, Head, Host, Layout, Member, PeerId, Stream, Transport
+from protocols.blobs.parts import PartCache
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.snapshot import Snapshot, SnapshotBuffer, Snapshots
+
+INCARNATION = 1
+PROOF_SECONDS = 30.0
+DOWNLOAD_SECONDS = 60.0  # For peers that send nothing. A download that makes progress has more time.
+_NO_DATA = DataCursor(0, INCARNATION, 0)
+
+
+def built_in_layout(manifest: Manifest, stage: int) -> Layout:
+    """Layout of the parameters of a stage of the task gpt or paced; the whole model's without stages. It computes."""
+    config = manifest.config
+    if config.gpt is not None:
+        shape, bounds = config.gpt.shape, manifest.bounds
+        return layout_of(unfrozen(GptStage(shape, *bounds[stage : stage + 2]) if manifest.stages else Gpt(shape)))
+    assert config.paced is not None
+    elements = manifest.elements_of(stage)[0] if manifest.stages else config.paced.elements
+    return Paced(elements, config.seed, resume=True).layout
+
+
+class _Asking:
+    """A transport on which nothing is served, so that several downloads can use it side by side."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.me, self._transport = transport.me, transport
+
+    def serve(self, method: str, handler: Handler) -> None:
+        """Ignored: no peer asks a download."""
+
+    def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
+        return self._transport.open(peer, method, deadline)
+
+
+class StateDownload:
+    """The chain and the state of a stage, or of a run without stages. `first` is alone in the roster before round 0."""
+
+    def __init__(
+        self,
+        host: Host,
+        manifest: Manifest,
+        *,
+        layout: Layout,
+        stage: int,
+        first: Member,
+        peers: Callable[[], Sequence[PeerId]],
+        directory: Path,
+        data: DataCursor = _NO_DATA,
+    ) -> None:
+        """`directory` exists, and may hold an older part of the chain, and checkpoints. `peers` are asked.
+
+        `data` is where a peer that starts from the state begins to draw.
+        """
+        host = replace(host, transport=_Asking(host.transport))
+        archive = CertificateLog(directory / "certificates.bin")
+        self.directory, self._run, self._layout, self._data = directory, manifest.run_id, layout, data
+        self.name = f"run {manifest.run_id[:12]}" + (f", stage {stage}" if manifest.stages else "")
+        self._archive, self._chain = archive, chain_of(manifest, stage, first, archive)
+        self._sync = ChainSync(
+            host,
+            protocol_settings(manifest, PeerConfig(), data.incarnation, stage),
+            chain=self._chain,
+            snapshots=Snapshots(make_buffer=self._draft),
+            part_cache=PartCache(host),
+            hints=peers,
+        )
+
+    async def prove(self) -> None:
+        """Have peers prove the best chain that they have. Without an answer it stays as it is."""
+        if branch := await self._sync.better(loop_time() + PROOF_SECONDS):
+            self._chain.switch(branch.ancestor.key.lineage, branch.links)
+
+    def served(self) -> dict[int, Head]:
+        """The states that peers say they serve: number of rounds that trained it -> its place on the chain."""
+        heads = sorted(self._sync.fetcher.offered(self._chain), key=lambda head: head.key.round)
+        return {self._chain.trained_at(head.key.lineage): head for head in heads}
+
+    async def fetch(self, head: Head | None = None) -> Snapshot:
+        """Fetch the state at one of the heads in `served`, else the newest that arrives. Raises `StateUnavailable`."""
+        fetcher, deadline = self._sync.fetcher, loop_time() + DOWNLOAD_SECONDS
+        return await (fetcher.download_at(head, deadline) if head else fetcher.download(self._chain, deadline))
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Make a fetched state a checkpoint of the directory, on the disk for good. Blocks. Raises OSError."""
+        draft = self._place(snapshot.lineage, snapshot.round)
+        if draft.with_name(draft.name.removeprefix(".")).exists():  # an earlier incarnation has had this state
+            return shutil.rmtree(draft)
+        self._archive.sync()
+        made = Checkpoint(
+            path=draft,
+            run=self._run,
+            round=snapshot.round,
+            lineage=snapshot.lineage,
+            state_root=snapshot.index.state_root(snapshot.round),
+            layout=self._layout,
+            index=snapshot.index,
+            data=self._data,
+            carried=0,
+            files={},
+        )
+        publish_checkpoint(made, inner=False)
+
+    def _place(self, lineage: bytes, round_number: int) -> Path:
+        """The directory that becomes the checkpoint of this state."""
+        return self.directory / DIRECTORY / f".{name_of(round_number, lineage)}"
+
+    def _draft(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
+        place = self._place(lineage, round_number)
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return outer_buffer(place / OUTER, self._layout.sizes(), round_number, lineage)

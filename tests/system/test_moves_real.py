@@ -1,0 +1,69 @@
+"""Real peers of a run with stages that are moved from one to another."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support import stage_checkers
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
+from tests.system.test_stages_real import goes_on, kill
+
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(300)]
+
+RUN = "stages = 2\n" + paced(elements=20_000, inner_steps=3) + "batches = 2\n"
+MOVE_SECONDS = 60.0
+
+
+class MovingSwarm(RealSwarm):
+    """Of the peer c, which is moved, each incarnation is in one stage."""
+
+    invariants = staticmethod(partial(stage_checkers.check, movers="c"))
+
+
+def counts(peer: RealPeer, stage: int) -> bool:
+    """Whether the latest decided rounds of a stage have this peer's work."""
+    life = peer.status().get("incarnation")
+    last = [each for each in peer.reports() if each["outcome"] == "committed" and each["incarnation"] == life][-2:]
+    return len(last) == 2 and all(each["stage"] == stage and peer.id in each["peers"] for each in last)
+
+
+def test_moved_peer_contributes_in_its_new_stage(tmp_path: Path) -> None:
+    """And in its first one again, from the checkpoint that it has left there. The process stays."""
+    with MovingSwarm(tmp_path, RUN) as swarm:
+        founder = swarm.found("a", "--stage", "0")
+        swarm.join("b", via=founder)
+        moved = swarm.peer("c").start("--bootstrap", founder.address, "--stage", "0")
+        wait("c counts in stage 0", lambda: moved.meet() and counts(moved, 0), 90)
+        process, worker = moved.pid, moved.child("worker")
+        assert "stage 1 already" in swarm["b"].command("move", "1", code=2)
+        assert "stage 1 would be empty" in swarm["b"].command("move", "0", code=2)
+        assert "no stage 7" in moved.command("move", "7", code=2)
+        for target in (1, 0):
+            assert f"moving to stage {target}" in moved.command("move", str(target))
+            wait(f"c counts in stage {target}", lambda target=target: counts(moved, target), MOVE_SECONDS)  # type: ignore[misc]
+            assert moved.status()["stage"] == target and f"to stage {target}" in moved.status()["move"]
+            goes_on(founder, f"with c in stage {target}")
+        assert moved.pid == process and moved.child("worker") != worker
+        assert moved.status()["incarnation"] == 3
+
+
+@pytest.mark.parametrize("moment", ("asked", "leaving", "switched"))
+def test_peer_killed_in_a_move_restarts_in_a_stage(tmp_path: Path, moment: str) -> None:
+    with MovingSwarm(tmp_path, RUN) as swarm:
+        founder = swarm.found("a", "--stage", "0")
+        swarm.join("b", via=founder)
+        moved = swarm.peer("c").start("--bootstrap", founder.address, "--stage", "0")
+        wait("c counts in stage 0", lambda: moved.meet() and counts(moved, 0), 90)
+        moved.command("move", "1")
+        if moment == "leaving":
+            wait("it leaves", lambda: "finishing the round" in str(moved.status().get("reason")), MOVE_SECONDS)
+        if moment == "switched":
+            wait("it switches", lambda: (moved.directory / "stage").read_text().strip() == "1", MOVE_SECONDS)
+        kill(moved)
+        moved.start("--bootstrap", founder.address, "--stage", "0")  # as a service that was set up so does
+        wait("c counts again", lambda: counts(moved, 0) or counts(moved, 1), 90)
+        assert moment != "switched" or counts(moved, 1)
+        goes_on(founder, "with c")
