@@ -4,6 +4,7 @@
     python -m benchmarks.pipeline churn [--seeds 0:3]
     python -m benchmarks.pipeline microbatches [--seeds 0:2]
     python -m benchmarks.pipeline silence [--seeds 0:6]
+    python -m benchmarks.pipeline evaluation [--seeds 0:3]
 
 throughput  microbatches/s between two rounds, as a share of the capacity of all replicas of the slowest stage.
             `equal`: all replicas are equally fast. `1:4`: the four replicas of each stage have speeds 1, 2, 3 and 4
@@ -11,6 +12,8 @@ microbatches  the same for other numbers of stages and microbatches: two equal r
 churn       the same over many rounds. 5 % of the replicas restart each minute; each is away for half a minute
 silence     one of two or three equal replicas of the middle stage falls silent, each seed at another moment of a round
             of 8 steps: the rate after it, as a share of the rate in the minute before
+evaluation  two replicas in each of three stages, 2 s a microbatch, rounds of 4 steps: the pause of a driver between two
+            rounds without evaluation, with evaluation beside the next round, and with as many samples between both
 
 `tests.sim` provides the peers, the protocol, and in `churn` the averaging, in virtual time. Links take 50 ms; a replica
 of speed 1 takes .4, 1 or 2 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with
@@ -27,10 +30,19 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any, TypeVar
 
+from node.session.round_evaluator import RoundEvaluator
+from node.tasks.paced_stage import PacedStage
+from node.training.stage_learner import StageCompute
+from node.training.stage_replica import StageSeconds
+from node.training.stage_trainer import DrivingTrainer, ServingTrainer
+from protocols.base import LocalProgress, Member, PeerId, Trainer
+from protocols.pipeline.held_out import MAX_SAMPLES, HeldOutLoss, usual_samples
 from tests.sim import loop as simloop
 from tests.sim.arguments import Parser, seeds
 from tests.sim.faults import Crash, Faults
@@ -38,6 +50,7 @@ from tests.sim.host import EPOCH
 from tests.sim.pipeline_world import FORWARD_SHARE, PipelineWorld
 from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
+from tests.support.status_examples import REPORT
 
 STAGES, REPLICAS, BATCHES = 3, 4, 16
 LATENCY_SECONDS = 0.05
@@ -55,6 +68,11 @@ SILENT_STEPS, SILENT_AFTER_SECONDS = 8, 80.0
 """Inner steps of a round, of about 50 s; a replica falls silent then, or up to a round later."""
 SILENT_REPLICAS = (2, 3)
 SILENT_WINDOWS = (0.0, 6.0, 10.0, 15.0, 20.0)
+EVALUATED_STEPS, EVALUATED_SECONDS, SLOW_SECONDS = 4, 2400.0, 2.0
+EVALUATIONS = ("none", "beside", "between")
+
+
+W = TypeVar("W", bound="MeasuredWorld")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +134,21 @@ def swarm(
         rates: microbatches/s of the replicas of each stage.
         batches, lookahead: B and A.
     """
+    return played(MeasuredWorld(scenario_of(rates, seed, inner_steps, faults, batches, lookahead), seconds))
+
+
+def scenario_of(
+    rates: Sequence[Sequence[float]],
+    seed: int,
+    inner_steps: int,
+    faults: Faults,
+    batches: int = BATCHES,
+    lookahead: int = 0,
+) -> Scenario:
     stages = len(rates)
     times = [batches / rates[index % stages][index // stages]
              for index in range(stages * len(rates[0]))]  # fmt: skip
-    scenario = Scenario(
+    return Scenario(
         peers=len(times),
         rounds=1_000_000,
         seed=seed,
@@ -134,7 +163,9 @@ def swarm(
         batches=batches,
         lookahead=lookahead,
     )
-    world = MeasuredWorld(scenario, seconds)
+
+
+def played(world: W) -> W:
     simloop.run(world.run())
     if world.network.bugs:
         raise world.network.bugs[0]
@@ -265,25 +296,101 @@ def silence(numbers: Sequence[int]) -> None:
         print(f"| {what} | mean | " + " | ".join(f"{each:.2f}" for each in means) + " |", flush=True)
 
 
+class EvaluatedWorld(MeasuredWorld):
+    """Drivers evaluate each round: not at all, beside the next one, or before it."""
+
+    def __init__(self, scenario: Scenario, seconds: float, when: str) -> None:
+        super().__init__(scenario, seconds)
+        self._when = when
+        self._evaluators: dict[PeerId, RoundEvaluator] = {}
+        self._trainings: dict[PeerId, list[tuple[float, float]]] = {}  # of each driver: beginning and end, by round
+        self.samples: list[int] = []  # of each loss that is reported
+
+    def seconds(self, index: int) -> StageSeconds:
+        paced = super().seconds(index)
+        return replace(paced, outer=paced.forward)
+
+    def stage_compute(self, index: int, me: Member) -> StageCompute:
+        stage = super().stage_compute(index, me)
+        assert isinstance(stage, PacedStage)
+        stage.held_out_microbatches = MAX_SAMPLES
+        return stage
+
+    async def after_round(self, index: int, trainer: Trainer) -> None:
+        peer = self.peers[index]
+        if peer not in self.drivers or self._when == "none":
+            return
+        scenario = self.scenario
+        found = HeldOutLoss(self.trained_rounds(peer), usual_samples(scenario.inner_steps, scenario.batches))
+        if self._when == "between":
+            await self._evaluate(peer, found)
+            self.samples.append(found.samples)
+            return
+        if peer not in self._evaluators:
+            evaluator = self._evaluators[peer] = RoundEvaluator(partial(self._evaluate, peer))
+            evaluator.on_end = lambda report, found, why: self.samples.append(found.samples * found.is_enough)
+            self.spawn(peer, evaluator.run())
+        self._evaluators[peer].start(REPORT, found)
+
+    async def _evaluate(self, peer: PeerId, found: HeldOutLoss) -> None:
+        await self.drivers[peer].evaluate(found, self.now + 600.0)
+
+    def _checked(self, me: Member, trainer: DrivingTrainer | ServingTrainer) -> Trainer:
+        checked = super()._checked(me, trainer)
+        if me.peer in self.of_stage(0):
+            train = checked.train
+
+            async def timed(*arguments: Any, **options: Any) -> LocalProgress:
+                began = self.now
+                work = await train(*arguments, **options)
+                self._trainings.setdefault(me.peer, []).append((began, self.now))
+                return work
+
+            checked.train = timed  # type: ignore[method-assign]
+        return checked
+
+    def pauses(self) -> list[float]:
+        """Seconds from the end of a driver's training for a round to the beginning of that for the next."""
+        ways = (itertools.pairwise(each) for each in self._trainings.values())
+        return [later[0] - earlier[1] for way in ways for earlier, later in way]
+
+
+def evaluation(numbers: Sequence[int]) -> None:
+    """Print the pauses between rounds by when they are evaluated."""
+    print("| evaluation | seed | pause: mean, s | longest | share of the capacity | losses | samples |")
+    print("|---|---|---|---|---|---|---|")
+    rates = [[1 / SLOW_SECONDS] * 2] * STAGES
+    for seed, when in itertools.product(numbers, EVALUATIONS):
+        scenario = scenario_of(rates, seed, EVALUATED_STEPS, Faults())
+        world = played(EvaluatedWorld(scenario, EVALUATED_SECONDS, when))
+        pauses, rate = world.pauses(), world.rate(WARM_SECONDS) / sum(rates[0])
+        losses = [each for each in world.samples if each]
+        samples = f"{min(losses)} to {max(losses)}" if losses else "–"
+        cells = (f"{fmean(pauses):.2f}", f"{max(pauses):.2f}", f"{rate:.3f}")
+        print(
+            f"| {when} | {seed} | {' | '.join(cells)} | {len(losses)} of {len(world.samples)} | {samples} |", flush=True
+        )
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline", description="Pipelines of unequal, unreliable peers.")
-    parser.add_argument("experiment", choices=("throughput", "churn", "microbatches", "silence"))
+    parser.add_argument("experiment", choices=("throughput", "churn", "microbatches", "silence", "evaluation"))
     parser.add_argument("--seeds", type=seeds, default=range(3))
     parser.add_argument("--lookahead", type=int, default=0, help="A, microbatches of the next step (default: 0)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
     if options.lookahead < 0:
         parser.error(f"--lookahead is 0 or more, not {options.lookahead}")
-    if options.lookahead and options.experiment == "silence":
-        parser.error("silence is measured without lookahead: leave it out")
-    if options.json and options.experiment in ("microbatches", "silence"):
+    if options.lookahead and options.experiment in ("silence", "evaluation"):
+        parser.error(f"{options.experiment} is measured without lookahead: leave it out")
+    if options.json and options.experiment in ("microbatches", "silence", "evaluation"):
         parser.error(f"{options.experiment} writes no JSON: leave --json out")
     prepare()
     if options.experiment == "microbatches":
         microbatches(options.seeds, options.lookahead)
         return 0
-    if options.experiment == "silence":
-        silence(options.seeds)
+    if options.experiment in ("silence", "evaluation"):
+        (silence if options.experiment == "silence" else evaluation)(options.seeds)
         return 0
     play = throughput if options.experiment == "throughput" else churn
     found = []

@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from node.config.manifest import Manifest, unseal
+from node.reporting.report import read_reports
 from node.runtime.identity import verify
 from protocols.registry import ACTIVATION_CODECS, activation_bytes
 from tests.faults.network import Namespaces
@@ -62,7 +63,7 @@ def swarm(home: Path, peers: int, stages: int, run: Path) -> subprocess.Popen[by
 
 def reports(directory: Path) -> list[dict[str, Any]]:
     path = directory / "rounds.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_reports(path.read_text()) if path.exists() else []
 
 
 def manifest_of(directory: Path) -> Manifest:
@@ -162,9 +163,9 @@ def link(megabits: float, activations: str) -> dict[str, Any]:
     tokens = gpt.rows * gpt.context
     activation = activation_bytes(activations, tokens, gpt.width)
     calls = 2 * (stages - 2) + 1
-    microbatches, samples = report["microbatches"], 64
-    sent = microbatches * (calls * activation + 4 * tokens) + samples * ((stages - 1) * activation + 4 * tokens)
-    received = microbatches * calls * activation + samples * (stages - 2) * activation
+    microbatches = report["microbatches"]  # the one round is evaluated after its report
+    sent = microbatches * (calls * activation + 4 * tokens)
+    received = microbatches * calls * activation
     found = {
         "tokens": report["tokens"],
         "tokens_per_second": report["tokens"] / report["seconds_train"],

@@ -16,7 +16,7 @@ from rich.console import RenderableType
 from node.cli.remote import CommandError
 from node.config.peer_sources import variables
 from node.page.keys import read_link
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport, parse_line
 from node.reporting.status import Status, parse, printable, to_json
 from node.runtime.cgroup import bounded_spin, usable_cores
 from node.runtime.child_process import ChildProcess
@@ -28,7 +28,7 @@ from node.ui import logs
 from node.ui.control import ControlUnavailable, ask
 from node.ui.screen import Screen
 from node.ui.swarm_summary import SwarmSummary
-from node.ui.swarm_view import picture, plain_line, sample, summary
+from node.ui.swarm_view import evaluated_line, picture, plain_line, sample, summary
 
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0
@@ -122,8 +122,8 @@ class Participant:
         with suppress(ControlUnavailable, ValueError):
             self.status = parse(await ask(self.directory, "status", asyncio.get_running_loop().time() + seconds))
 
-    def reports(self) -> list[RoundReport]:
-        """New reports, at most a megabyte of them."""
+    def reports(self) -> list[RoundReport | RoundEvaluation]:
+        """New reports and evaluations, at most a megabyte of them."""
         path = self.directory / "rounds.jsonl"
         try:
             if path.stat().st_size < self._read_bytes:  # it was rotated: read the rest of the old file first
@@ -134,14 +134,14 @@ class Participant:
         except OSError:
             return []
 
-    def _lines(self, path: Path) -> list[RoundReport]:
+    def _lines(self, path: Path) -> list[RoundReport | RoundEvaluation]:
         """Whole lines of a file after those already read."""
         with path.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read(READ_BYTES)
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return [RoundReport.from_json(line) for line in whole.splitlines()]
+        return [parse_line(line) for line in whole.splitlines()]
 
     def text(self) -> str:
         try:
@@ -291,7 +291,10 @@ class LocalSwarm:
         running = {each.name for each in self._peers if each.running}
         for each in self._peers:
             for report in each.reports():
-                self._tally.add(each.name, report)
+                if isinstance(report, RoundReport):
+                    self._tally.add(each.name, report)
+                elif (done := self._tally.evaluated(each.name, report)) and not self._screen.is_live:
+                    self._screen.log(evaluated_line(done, self._rounds))
             if each.name not in running | self._ended:
                 self._report_end(each)
         for done in self._tally.complete(running):

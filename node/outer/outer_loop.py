@@ -79,7 +79,8 @@ class OuterLoop(ABC):
         self.on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None  # `training` or `averaging`
         self.is_overlapped = False  # it trains while the round averages
         self._overlap_tokens = 0  # of that training, in this round
-        self._changing, self._is_settled = asyncio.Lock(), False
+        self._changing, self._changes_done = asyncio.Lock(), 0
+        self.change: int | None = None  # number of the last change of the state; None while it changes
         self.activity = ActivitySwitch()
         self._departs = False  # an offer of this round says that it leaves the roster, to be away
         self._parent = b""  # the lineage that the round under way extends
@@ -136,7 +137,7 @@ class OuterLoop(ABC):
     async def keep(self) -> None:
         """Write a checkpoint of the state that the present round begins from. Waits while the state changes."""
         async with self._changing:
-            if self._checkpoints and self._is_settled:
+            if self._checkpoints and self.change is not None:
                 await self._keep()
 
     async def _keep(self) -> None:
@@ -160,9 +161,10 @@ class OuterLoop(ABC):
     async def _changes(self) -> AsyncIterator[None]:
         """While the state changes, and until its root is known, nothing is kept. Nor if that is cut short."""
         async with self._changing:
-            self._is_settled = False
+            self.change = None
             yield
-            self._is_settled = True
+            self._changes_done += 1
+            self.change = self._changes_done
 
     # -- leaving and pausing ------------------------------------------------------------------------------------------
 

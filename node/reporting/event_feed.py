@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.reporting.status import EventSink, printable
 from protocols.aio import Notifier
 
@@ -21,7 +21,7 @@ MAX_TEXT_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class FeedEvent:
-    """A `round`, `line` or `text`, with values that are ready for JSON and safe to print."""
+    """A `round`, `evaluated`, `line` or `text`, with values that are ready for JSON and safe to print."""
 
     number: int  # in this incarnation of the peer, from 1
     kind: str
@@ -56,6 +56,15 @@ class EventFeed:
         self._points.append(point := round_point(report))
         self._thin()
         self._publish("round", point)
+
+    def evaluated(self, evaluation: RoundEvaluation) -> None:
+        self._sink.evaluated(evaluation)
+        data = {"round": evaluation.evaluated + 1, "held_out_loss": evaluation.held_out_loss}
+        for place in range(len(self._points) - 1, -1, -1):
+            if self._points[place]["round"] == data["round"]:
+                self._points[place] = {**self._points[place], **data}
+                break
+        self._publish("evaluated", data)
 
     def show_text(self, text: bytes) -> None:
         kept = text.decode(errors="replace")[:MAX_TEXT_CHARACTERS]

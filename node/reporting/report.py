@@ -1,11 +1,11 @@
-"""Round reports: the lines of `rounds.jsonl`, and sums over them."""
+"""Round reports and evaluations: the lines of `rounds.jsonl`, and sums over them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableSequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -116,6 +116,59 @@ class RoundReport:
             raise ValueError("not a report of this version") from None
         unknown = [each.name for each in fields(cls) if each.type == "float" and given.get(each.name, 0) is None]
         return cls(**given | dict.fromkeys(unknown, math.nan))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEvaluation:
+    """The held-out loss of a round's outer parameters in a run with stages, where it is measured beside the next round.
+
+    The line comes after that of the round, maybe after those of later ones. A round whose loss is not known has none.
+    """
+
+    evaluated: int  # the round, from 0
+    lineage: str  # that of the round's report
+    held_out_loss: float  # in nats per token; every stage had the parameters of this round
+    samples: int  # held-out microbatches of which this is the mean
+    time: float  # when the last of them was done, since 1970 by this machine's clock
+
+
+def parse_line(line: str | bytes) -> RoundReport | RoundEvaluation:
+    """Parse a line of `rounds.jsonl`. Raises ValueError."""
+    values = json.loads(line)
+    if not isinstance(values, dict) or "evaluated" not in values:
+        return RoundReport.from_json(line)
+    try:
+        return RoundEvaluation(**{each.name: values[each.name] for each in fields(RoundEvaluation)})
+    except KeyError:
+        raise ValueError("not an evaluation of this version") from None
+
+
+def merge_line(reports: list[dict[str, Any]], line: str | bytes) -> None:
+    """Add a line of `rounds.jsonl` to the reports of the lines before it: a report, or the loss of one of them."""
+    values = json.loads(line)
+    if "evaluated" not in values:
+        reports.append(values)
+        return
+    for each in reversed(reports):
+        if each["lineage"] == values["lineage"]:
+            each["held_out_loss"] = values["held_out_loss"]
+            return
+
+
+def add_loss(reports: MutableSequence[RoundReport], evaluation: RoundEvaluation) -> None:
+    """Give the last report of an evaluation's round its held-out loss, if it is among these."""
+    for place in range(len(reports) - 1, -1, -1):
+        if reports[place].lineage == evaluation.lineage:
+            reports[place] = replace(reports[place], held_out_loss=evaluation.held_out_loss)
+            return
+
+
+def read_reports(data: str | bytes) -> list[dict[str, Any]]:
+    """The reports in whole lines of `rounds.jsonl`, each with its held-out loss."""
+    reports: list[dict[str, Any]] = []
+    for line in data.splitlines():
+        merge_line(reports, line)
+    return reports
 
 
 def _is_required(field: Field[Any]) -> bool:

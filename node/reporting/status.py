@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from node.network.address_scope import Scope, scope
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.runtime.program import typed
 from node.tasks.name import HUGGING_FACE, LOOP, is_own
 from protocols.base import SyncStatus
@@ -124,6 +124,9 @@ class EventSink(Protocol):
 
     def report(self, report: RoundReport) -> None:
         """Take the report of a round that has ended."""
+
+    def evaluated(self, evaluation: RoundEvaluation) -> None:
+        """Take the held-out loss of a round that was reported before."""
 
 
 class _Dataclass(Protocol):

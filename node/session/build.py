@@ -29,7 +29,8 @@ from node.outer.outer_loop import OuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.state import OuterSGD, OuterState
-from node.reporting.report import RoundReport, tokens_counted
+from node.reporting.event_feed import EventFeed
+from node.reporting.report import RoundEvaluation, RoundReport, tokens_counted
 from node.reporting.status import public
 from node.reporting.swarm import DECIDED
 from node.session.discovery import discover
@@ -37,6 +38,7 @@ from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance
 from node.session.stage_mover import MoveRefused, StageMover
+from node.session.status_tracker import StatusTracker
 from node.storage.buffers import ScratchSpace
 from node.storage.certificate_log import spool
 from node.storage.checkpoint_manager import CheckpointManager
@@ -189,6 +191,7 @@ async def open_session(
             status_tracker=tracker,
             view=view,
             on_report=on_report,
+            on_evaluated=partial(_evaluated, journal, tracker, view),
             run_rounds=run.recipe.rounds,
             rounds=None if config.rounds is None else max(1, config.rounds - peer.rounds_done),
             wait_for_peers=config.wait_for_peers if key.round == 0 and not peer.has_moved else 1,
@@ -258,6 +261,12 @@ def _mover(
         say=peer.view.say,
     )
     return peer.tracker.mover
+
+
+def _evaluated(journal: Journal, tracker: StatusTracker, view: EventFeed, evaluation: RoundEvaluation) -> None:
+    journal.evaluated(evaluation)
+    tracker.evaluated(evaluation)
+    view.evaluated(evaluation)
 
 
 async def _keep_stage(
@@ -388,6 +397,8 @@ def _outer_loop(
         overlaps=settings.overlaps,
         alone=pipeline.trainer.train_alone if pipeline else None,
     )
+    if pipeline:
+        pipeline.change = lambda: replicated.change
     return replicated, sync
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from node.outer.outer_loop import OuterLoop
 from node.reporting.event_feed import EventFeed
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.session.status_tracker import StatusTracker
 from node.storage.statedir import StateDir
 from node.training.remote import RemoteTrainer, WorkerError
@@ -26,6 +26,7 @@ from protocols.sync.service import SyncServiceBase
 
 if TYPE_CHECKING:  # only runs with stages load its code
     from node.session.pipeline_session import PipelineSession
+    from protocols.pipeline.held_out import HeldOutLoss
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ LAST_TEXT_SECONDS = 130.0
 """The same in a stage other than 0: peers of stage 0 evaluate the last round, and write a text, through all stages."""
 GOODBYE_SECONDS = 0.3  # Time for a goodbye to reach the others after the last round
 WAIT_SECONDS = 1.0
+LAST_EVALUATION_SECONDS = 60.0
+"""Longest time for which a peer of a run with stages waits for the evaluation of its last round."""
 SAMPLE_BYTES, SAMPLE_TEMPERATURE = 400, 0.7
 SHOWN_BYTES = 200
 _BYTES_PER_TOKEN = 4  # Of a task that chooses its prompt: its tokens are not bytes, and take longer
@@ -68,6 +71,7 @@ class PeerSession:
         status_tracker: StatusTracker,
         view: EventFeed,
         on_report: Callable[[RoundReport], None],
+        on_evaluated: Callable[[RoundEvaluation], None] = lambda evaluation: None,
         run_rounds: int,
         rounds: int | None = None,
         wait_for_peers: int = 1,
@@ -87,6 +91,10 @@ class PeerSession:
         self._evaluated = ""  # hash of the parameters that were evaluated last, or that the session starts from
         self._leave, self._reported, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.moves_to: int | None = None  # the stage to which this peer moves when the session is over
+        self._wants_text = asyncio.Event()
+        self._on_evaluated = on_evaluated
+        if pipeline:
+            pipeline.evaluator.on_end = self._evaluated_beside
 
     def leave(self, to_stage: int | None = None) -> None:
         """Finish the round under way with the work done so far, then end the session: to move, or to leave the run."""
@@ -108,7 +116,10 @@ class PeerSession:
                 group.create_task(self._membership.run()),
                 group.create_task(self._sync.run()),
                 group.create_task(self._remember()),
+                group.create_task(self._show_texts()),
             ]
+            if self._pipeline:
+                helpers.append(group.create_task(self._pipeline.evaluator.run()))
             main = group.create_task(self._rounds())
             watch = group.create_task(self._limit_leaving(main))
             await asyncio.wait([main])
@@ -168,6 +179,8 @@ class PeerSession:
                     loop.leave()
         if self._over() or 4 * len(loop.anchor) <= KEEP_BYTES:
             await loop.keep()
+        if self._pipeline:
+            await self._pipeline.evaluator.finish(0.0 if self._leave.is_set() else LAST_EVALUATION_SECONDS)
         wants_text = self._over() and not self._leave.is_set() and self._stage == 0
         if wants_text and (text := await self._generate(SAMPLE_BYTES)):
             await self._disk.run(partial(self._state.keep_text, text), 0)
@@ -207,11 +220,18 @@ class PeerSession:
         # A pausing peer computes nothing.
         rests = self._outer_loop.activity.pauses
         due = self._outer_loop.chain.head.key.fragment == 0 or self._over()  # all fragments have been averaged
-        if due and report.params_hash != self._evaluated and self._trainer.evaluates and not rests:
+        evaluates = due and report.params_hash != self._evaluated and self._trainer.evaluates and not rests
+        if evaluates:
             self._evaluated = report.params_hash
-            report = replace(report, held_out_loss=await self._held_out_loss())
-            if not self._stage and self._view.text_is_due() and (text := await self._generate(SHOWN_BYTES)):
-                self._view.show_text(text)
+            if self._pipeline:
+                self._pipeline.begin_evaluation(report)
+            else:
+                report = replace(report, held_out_loss=await self._held_out_loss())
+        if evaluates and self._view.text_is_due():
+            if self._pipeline:
+                self._wants_text.set()
+            else:
+                await self._show_text()
         report = replace(report, threads=self._trainer.threads, **asdict(self._status_tracker.vitals()))
         self._on_report(self._pipeline.annotate(report) if self._pipeline else report)
         if not self._over():
@@ -233,18 +253,39 @@ class PeerSession:
             live = {each.peer: each.addresses for each in self._membership.contacts() if each.live}
             await self._disk.run(partial(self._state.remember, live), 0)
 
+    async def _show_texts(self) -> None:
+        """With stages, a text is written beside the rounds."""
+        while await self._wants_text.wait():
+            self._wants_text.clear()
+            await self._show_text()
+
+    async def _show_text(self) -> None:
+        if text := await self._generate(SHOWN_BYTES):
+            self._view.show_text(text)
+
     async def _held_out_loss(self) -> float:
         """Evaluate the outer parameters; nan if the worker fails. The next round tries again."""
         try:
-            loss = await self._trainer.evaluate()
+            loss = await cast(RemoteTrainer, self._trainer).evaluate()
         except (WorkerError, TimeoutError) as error:
-            why = str(error) or type(error).__name__
-            log.warning("the state of this round is not evaluated: %s", why)
-            if not self._leave.is_set():
-                self.outcome.evaluation(why)
+            self._not_evaluated(str(error) or type(error).__name__)
             return math.nan
         self.outcome.evaluation()
         return loss
+
+    def _not_evaluated(self, why: str) -> None:
+        log.warning("the state of this round is not evaluated: %s", why)
+        if not self._leave.is_set():
+            self.outcome.evaluation(why)
+
+    def _evaluated_beside(self, report: RoundReport, found: HeldOutLoss, why: str) -> None:
+        """Report the loss of a round of a run with stages. `why` the evaluation failed; empty if it did not."""
+        if found.is_enough:
+            self.outcome.evaluation()
+            now = self._status_tracker.clock.wall()
+            self._on_evaluated(RoundEvaluation(report.round, report.lineage, found.mean, found.samples, now))
+        elif why:
+            self._not_evaluated(why)
 
     async def _linger(self) -> None:
         """Stay until no live peer needs this one any more.

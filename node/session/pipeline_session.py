@@ -13,30 +13,30 @@ import torch
 from node.config.manifest import Manifest
 from node.membership.membership import Membership
 from node.reporting.report import RoundReport
+from node.session.round_evaluator import RoundEvaluator
 from node.tasks.gpt import next_token
 from node.tasks.gpt_presets import VOCABULARY
-from node.tasks.gpt_stage import MAX_HELD_OUT, ActivationShape
+from node.tasks.gpt_stage import ActivationShape
 from node.training.process import WorkerError
 from node.training.remote import SAMPLE_PROMPT
 from node.training.remote_stage import RemoteStage
-from node.training.stage_replica import LeasedStage
+from node.training.stage_replica import LeasedStage, OuterVersion
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Buffer, Host, Member, Settings
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.pipeline.driving import PipelineDriver
-from protocols.pipeline.job import LeaseLost
+from protocols.pipeline.held_out import HeldOutLoss, usual_samples
+from protocols.pipeline.job import LeaseLost, VersionPassed
 from protocols.pipeline.serving import StageServer
-from protocols.pipeline.settings import MAX_REQUESTS, PipelineEvent, PipelineSettings
+from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage, lacks_majority
 from protocols.streams.endpoint import ProtocolEndpoint
 
 LAST_DRIVER_SECONDS = 60.0  # A stage whose own rounds are over leaves if stage 0 has no live peer for this time
-EVALUATION_SECONDS = 60.0  # Longest time for an evaluation or a text: the next round must not wait for it
+EVALUATION_SECONDS, TEXT_SECONDS = 600.0, 60.0  # longest time for one
 EMPTY_SECONDS, LOOK_SECONDS = 5.0, 0.25
 """An evaluation ends sooner if a stage has no live peer for `EMPTY_SECONDS`. It looks every `LOOK_SECONDS`."""
-USUAL_EVALUATION_SECONDS, MAX_STRIDE = 10.0, 16
-"""If all held-out microbatches took longer, only some of them are evaluated: at least every `MAX_STRIDE`-th."""
 
 
 class PipelineSession:
@@ -65,7 +65,8 @@ class PipelineSession:
         self._live, self._stages = host.members.live, len(manifest.stages)
         # what the averaging and the sync of the stage use
         self.host = replace(host, members=StageMembers(host.members, membership, stage, me))
-        self._work = LeasedStage(remote)
+        self.change: Callable[[], int | None] = lambda: 0  # as `OuterLoop.change`
+        self._work = LeasedStage(remote, self._version)
         self._abandoned: Counter[str] = Counter()
         self._reported = 0, 0.0
         self._driven_at = loop_time()
@@ -77,6 +78,7 @@ class PipelineSession:
         settings = Settings(config.codec, manifest.elements_of(stage), incarnation=me.incarnation)
         self._endpoint = ProtocolEndpoint(host, settings)
         self._driver: PipelineDriver | None = None
+        self.evaluator = RoundEvaluator(self._evaluate)
         usual_seconds = lambda: self._work.usual_seconds  # noqa: E731
         training = StageTraining(
             me, stage, remote, self._is_member, self._lacks_majority, self._watch, job_seconds=usual_seconds
@@ -93,6 +95,10 @@ class PipelineSession:
 
     def _trained(self) -> int:
         return settled_rounds(self._chain)
+
+    def _version(self) -> OuterVersion | None:
+        change = self.change()
+        return None if change is None else OuterVersion(self._trained(), change)
 
     def _driving(self, training: StageTraining) -> DrivingTrainer:
         membership, codec = self._membership, self._remote.codec
@@ -131,19 +137,24 @@ class PipelineSession:
 
     # -- evaluation and text ------------------------------------------------------------------------------------------
 
-    evaluates = True
+    @property
+    def evaluates(self) -> bool:
+        """Only stage 0 has data."""
+        return self._driver is not None
 
-    async def evaluate(self) -> float:
-        """Held-out loss of the outer parameters of all stages; nan in other stages than 0, which have no data.
+    def begin_evaluation(self, report: RoundReport) -> None:
+        """Evaluate the outer parameters that this round has led to, beside the next round."""
+        recipe = self._manifest.config.recipe
+        self.evaluator.start(report, HeldOutLoss(self._trained(), usual_samples(recipe.inner_steps, recipe.batches)))
 
-        Raises WorkerError, TimeoutError if the worker or a stage was away.
-        """
-        if self._driver is None:
-            return float("nan")
+    async def _evaluate(self, found: HeldOutLoss) -> None:
+        """Raises WorkerError, TimeoutError if the worker or a stage was away; `VersionPassed`."""
+        assert self._driver is not None
         try:
-            deadline = loop_time() + EVALUATION_SECONDS
-            evaluation = self._driver.evaluate(self._trained(), deadline, self._stride())
-            return await run_with_helper(evaluation, self._until_pointless())
+            evaluation = self._driver.evaluate(found, loop_time() + EVALUATION_SECONDS)
+            await run_with_helper(evaluation, self._until_pointless())
+        except VersionPassed:
+            raise
         except LeaseLost as error:
             raise WorkerError(str(error)) from None
 
@@ -158,21 +169,12 @@ class PipelineSession:
             await asyncio.sleep(LOOK_SECONDS)
         raise TimeoutError(self.waiting_reason())
 
-    def _stride(self) -> int:
-        """Every how many-th held-out microbatch is evaluated: a power of two, which seldom changes."""
-        forward_seconds = self._work.usual_seconds / 3  # a forward, and a backward that computes it again
-        seconds = MAX_HELD_OUT * forward_seconds * self._stages / MAX_REQUESTS
-        stride = 1
-        while stride < MAX_STRIDE and seconds / stride > USUAL_EVALUATION_SECONDS:
-            stride *= 2
-        return stride
-
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
         """See `RemoteTrainer.generate`; stage 0 only. Raises WorkerError, TimeoutError."""
         gpt = self._manifest.config.gpt
         if self._driver is None or gpt is None:
             raise WorkerError("only stage 0 generates text, of the task gpt")
-        deadline = loop_time() + EVALUATION_SECONDS
+        deadline = loop_time() + TEXT_SECONDS
         logits = partial(self._logits, self._driver, deadline)
         shape = ActivationShape(gpt.rows, gpt.context, gpt.width)
         try:

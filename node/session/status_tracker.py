@@ -15,7 +15,7 @@ from node.membership.peer_record import PeerRecord
 from node.network.address_scope import shareable
 from node.outer.outer_loop import OuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
-from node.reporting.report import RoundReport, Totals
+from node.reporting.report import RoundEvaluation, RoundReport, Totals
 from node.reporting.status import OTHERS_REDUCE, PeerStatus, Status, printable, short
 from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals, with_children
 from node.session.pausing import PauseController
@@ -127,6 +127,9 @@ class StatusTracker:
         if report.spread == report.spread:
             self._spread, self._spread_limit = report.spread, report.spread_limit
         self._work = _NOTHING
+
+    def evaluated(self, evaluation: RoundEvaluation) -> None:
+        self._held_out_loss = evaluation.held_out_loss
 
     # -- parts of the status ------------------------------------------------------------------------------------------
 

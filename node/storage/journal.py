@@ -1,4 +1,4 @@
-"""A peer's history on disk: one RoundReport a line in `rounds.jsonl`, and their totals in `totals.json`.
+"""A peer's history on disk: a report or an evaluation a line in `rounds.jsonl`, and their totals in `totals.json`.
 
 The last hundred megabytes or so of lines are kept: `rotate` renames older files to `rounds.1.jsonl` and so on. The
 totals also count older reports, and those of earlier incarnations in this directory.
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from node.reporting.report import RoundReport, Totals
+from node.reporting.report import RoundEvaluation, RoundReport, Totals, add_loss, parse_line
 from node.reporting.status import to_json
 from node.runtime.json_file import read_json
 
@@ -49,7 +49,14 @@ class Journal:
         """
         self.last = report
         self.totals.add(report)
-        self._waiting.append(f"{to_json(report)}\n".encode())
+        self._write(report)
+
+    def evaluated(self, evaluation: RoundEvaluation) -> None:
+        """Add a line, as `write` does."""
+        self._write(evaluation)
+
+    def _write(self, line: RoundReport | RoundEvaluation) -> None:
+        self._waiting.append(f"{to_json(line)}\n".encode())
         while sum(map(len, self._waiting)) > MAX_WAITING_BYTES:
             self._waiting.popleft()
         try:
@@ -65,7 +72,7 @@ class Journal:
             self._failing = True
 
     def recent(self) -> list[RoundReport]:
-        """The last reports on disk, a few megabytes of them, oldest first; unreadable lines are left out."""
+        """The last reports on disk with their losses, a few megabytes of them; unreadable lines are left out."""
         recent = b""
         for path in (self._path, rotated_path(self._path)):
             if len(recent) < _RECENT_BYTES:
@@ -73,9 +80,12 @@ class Journal:
         found: list[RoundReport] = []
         for line in recent.splitlines():
             with suppress(ValueError, TypeError):
-                report = RoundReport.from_json(line)
+                report = parse_line(line)
                 bytes.fromhex(report.lineage)  # the line may be damaged
-                found.append(replace(report, tokens=int(report.tokens)))
+                if isinstance(report, RoundReport):
+                    found.append(replace(report, tokens=int(report.tokens)))
+                else:
+                    add_loss(found, report)
         return found
 
     def _append(self, line: bytes) -> None:

@@ -17,7 +17,7 @@ from node.tasks.gpt_presets import VOCABULARY, GptConfig, Preset
 from node.tasks.partition import BlockCost, Partition
 from node.tasks.text import Text
 
-MAX_HELD_OUT = 64  # held-out microbatches, at most
+MAX_HELD_OUT = 64  # held-out microbatches, at most: as many as an evaluation takes
 _TRIALS = 5
 
 
@@ -78,17 +78,23 @@ class GptStageTask:
     def held_out(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Inputs and targets of held-out microbatch `index` (from 0), each int64 (rows, positions). None: no such one.
 
-        There are at most `MAX_HELD_OUT`, of windows spread evenly over the held-out text. Only a text that is shorter
-        than one microbatch repeats windows.
+        They are of windows spread evenly over the held-out text. Only a text that is shorter than one microbatch
+        repeats windows.
         """
         assert self._text is not None, "only stage 0 has held-out text"
-        rows, width = self.shape.rows, self.shape.positions + 1
-        count = max(1, min(MAX_HELD_OUT, len(self._text.held_out) // width // rows))
-        if not 0 <= index < count:
+        if not 0 <= index < self.samples:
             return None
-        windows = self._text.held_out_windows(count * rows, width)
+        rows = self.shape.rows
+        windows = self._text.held_out_windows(self.samples * rows, self.shape.positions + 1)
         windows = windows[torch.arange(index * rows, (index + 1) * rows) % len(windows)]
         return windows[:, :-1], windows[:, 1:]
+
+    @property
+    def samples(self) -> int:
+        """How many held-out microbatches there are."""
+        assert self._text is not None, "only stage 0 has held-out text"
+        tokens = self.shape.rows * (self.shape.positions + 1)
+        return max(1, min(MAX_HELD_OUT, len(self._text.held_out) // tokens))
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1), targets.flatten())

@@ -21,7 +21,6 @@ from protocols.pipeline.job import JobKind, JobResult, StageJob, StageSizes
 SIZES = StageSizes(activation_bytes=256, gradient_bytes=256, target_bytes=32)
 LOGIT_BYTES = 4 * 256  # float32 (1, 256), if they are asked for
 _OUTER_SIZES = replace(SIZES, logit_bytes=LOGIT_BYTES)
-_HELD_OUT = 4  # held-out microbatches
 
 
 class WrongWeights(RuntimeError):
@@ -30,6 +29,8 @@ class WrongWeights(RuntimeError):
 
 class PacedStage(Paced):
     """Moves as `Paced`; `tokens` are of one microbatch, `me` names the replica in its present incarnation."""
+
+    held_out_microbatches = 4
 
     def __init__(
         self,
@@ -49,10 +50,11 @@ class PacedStage(Paced):
     def run(self, job: StageJob, outer: Vector | None = None) -> JobResult:
         """Compute a job; with the outer parameters, zeros and a loss of 1. May raise `WrongWeights`."""
         kind = job.kind
-        if kind is JobKind.OUTER_SAMPLE and job.number >= _HELD_OUT:
-            return JobResult()
+        if kind is JobKind.OUTER_SAMPLE and job.number >= self.held_out_microbatches:
+            return JobResult(number=self.held_out_microbatches)
         if kind.is_outer:
-            return JobResult(tuple(bytes(_OUTER_SIZES.of(payload)) for payload in kind.gives), loss=1.0)
+            given = tuple(bytes(_OUTER_SIZES.of(payload)) for payload in kind.gives)
+            return JobResult(given, number=self.held_out_microbatches, loss=1.0)
         match kind:
             case JobKind.DRAW:
                 self.position += 1

@@ -67,8 +67,8 @@ class RemoteStage(RemoteTrainer):
         self.on_restored()
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        async with self._turns.turn(Priority.MICROBATCH), self._boundary():
+    async def turn(self, outer: bool = False) -> AsyncIterator[None]:
+        async with self._turns.turn(Priority.OUTER if outer else Priority.MICROBATCH), self._boundary():
             yield
 
     @asynccontextmanager

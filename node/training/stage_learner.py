@@ -112,7 +112,7 @@ class StageLearner:
                 return self._loss(*job.payloads)
             case JobKind.OUTER_SAMPLE:
                 batch = self._task.held_out(job.number)
-                return JobResult(self._first(*batch) if batch else ())
+                return JobResult(self._first(*batch) if batch else (), number=self._task.samples)
             case JobKind.OUTER_FIRST:
                 return self._outer_first(job.payloads[0])
             case JobKind.OUTER_LOSS:

@@ -8,8 +8,7 @@ LeasedStage     `protocols.pipeline.job.StageWork` over a `StageReplica`
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,10 +19,10 @@ from protocols.aio import loop_time
 from protocols.base import Layout, LocalProgress, Vector
 from protocols.peers.estimates import ewma
 from protocols.pipeline.admission import Lease
-from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Place, StageJob
+from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Place, StageJob, VersionPassed
 
 GAIN = 0.2
-MAX_OUTER_JOBS = 4
+MAX_OUTER_JOBS = 6
 """Jobs without a lease that wait or run at once: those whose askers are gone run to their end, too."""
 
 
@@ -40,8 +39,8 @@ class StageReplica(Protocol):
     def is_ready(self) -> bool:
         """Whether it can compute now; False while a worker is being replaced."""
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        """Wait for a turn. Turns come in the order in which they were asked for; steps and writes come first."""
+    def turn(self, outer: bool = False) -> AbstractAsyncContextManager[None]:
+        """Wait for a turn, see `TurnQueue`; `outer`: for a job with the outer parameters."""
 
     async def run(self, job: StageJob) -> JobResult:
         """Compute a job, inside a turn. Raises `BadPayload`, or `LeaseLost` if the worker died."""
@@ -75,19 +74,27 @@ class Priority(IntEnum):
 
     WEIGHTS = 0
     MICROBATCH = 1
+    OUTER = 2
+
+
+OUTER_AFTER = 2
+"""A job with the outer parameters waits for no more than so many turns of microbatches, and for as many after another:
+so it comes at last, and there is at most one in a row while microbatches wait."""
 
 
 class TurnQueue:
+    """One job at a time: what changes the weights, microbatches, then jobs with the outer parameters."""
+
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
+        self._waiting: dict[Priority, deque[asyncio.Future[None]]] = {priority: deque() for priority in Priority}
         self._is_taken = False
+        self._passed = 0  # turns of microbatches since a job with the outer parameters had one
 
     @asynccontextmanager
     async def turn(self, priority: Priority) -> AsyncIterator[None]:
         if self._is_taken:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (priority, next(self._numbers), turn))
+            self._waiting[priority].append(turn)
             try:
                 await turn
             except asyncio.CancelledError:
@@ -102,24 +109,45 @@ class TurnQueue:
 
     def _pass_on(self) -> None:
         self._is_taken = False
-        while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                self._is_taken = True
-                turn.set_result(None)
-                return
+        weights, microbatches, outer = (self._next(each) for each in Priority)
+        if weights is None and outer and (microbatches is None or self._passed >= OUTER_AFTER):
+            priority, self._passed = Priority.OUTER, 0
+        elif weights is None and microbatches:
+            priority, self._passed = Priority.MICROBATCH, self._passed + 1
+        elif weights:
+            priority = Priority.WEIGHTS
+        else:
+            return
+        self._is_taken = True
+        self._waiting[priority].popleft().set_result(None)
+
+    def _next(self, priority: Priority) -> asyncio.Future[None] | None:
+        """The first that still waits."""
+        waiting = self._waiting[priority]
+        while waiting and waiting[0].done():
+            waiting.popleft()
+        return waiting[0] if waiting else None
+
+
+@dataclass(frozen=True, slots=True)
+class OuterVersion:
+    """Of a stage's outer parameters at this peer."""
+
+    trained: int = 0  # rounds whose result they have
+    change: int = 0  # another after each change
 
 
 class LeasedStage:
     """Computes a microbatch's jobs only while its lease is valid, and counts it once its backward has ended.
 
-    A job runs to its end even if its caller is cancelled. Otherwise the worker would have to be killed.
+    A job runs to its end even if its caller is cancelled. Otherwise the worker would have to be killed. `version` is
+    that of the outer parameters, None while they change.
     """
 
-    def __init__(self, replica: StageReplica) -> None:
+    def __init__(self, replica: StageReplica, version: Callable[[], OuterVersion | None] = OuterVersion) -> None:
         self.counted = 0  # microbatches
         self.computed_seconds = 0.0  # of all jobs with a lease
-        self._replica = replica
+        self._replica, self._version = replica, version
         self._seconds = {False: 0.0, True: 0.0}  # usual time of a job; True: of one that adds to the gradient
         self._outer_jobs = 0
         self._tasks: set[asyncio.Task[JobResult]] = set()
@@ -159,8 +187,12 @@ class LeasedStage:
     async def _run_outer(self, job: StageJob) -> JobResult:
         async def run() -> JobResult:
             try:
-                async with self._replica.turn():
-                    return await self._replica.run(job)
+                async with self._replica.turn(outer=True):
+                    before = self._version()
+                    result = await self._replica.run(job)
+                    if before is None or self._version() != before:
+                        raise VersionPassed("its outer parameters have changed meanwhile")
+                    return replace(result, trained=before.trained)
             finally:
                 self._outer_jobs -= 1
 

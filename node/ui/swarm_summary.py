@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from node.reporting.report import RoundReport, Totals
+from node.reporting.report import RoundEvaluation, RoundReport, Totals
 
 DECIDED = ("committed", "alone", "fork", "skipped")
 _COUNTED = ("committed", "alone", "fork")
@@ -89,6 +89,25 @@ class SwarmSummary:
         if report.outcome in DECIDED and report.round >= self._next:
             self._open.setdefault(report.round, {})[name] = report
 
+    def evaluated(self, name: str, evaluation: RoundEvaluation) -> SwarmRound | None:
+        """Give a round its held-out loss, if it has none; returns the round if that was complete already."""
+        number = evaluation.evaluated
+        report = self._open.get(number, {}).get(name)
+        if report and report.lineage == evaluation.lineage:
+            self._open[number][name] = replace(report, held_out_loss=evaluation.held_out_loss)
+            return None
+        for place in range(len(self.rounds) - 1, -1, -1):
+            done = self.rounds[place]
+            if done.number == number and math.isnan(done.held_out_loss):
+                self.rounds[place] = done = replace(done, held_out_loss=evaluation.held_out_loss)
+                self._note_first(done.held_out_loss)
+                return done
+        return None
+
+    def _note_first(self, loss: float) -> None:
+        if math.isnan(self.first_loss):
+            self.first_loss = loss
+
     def complete(self, running: Collection[str]) -> Iterator[SwarmRound]:
         """Rounds that all running peers have reported, or that a peer of their stage has passed; each comes once."""
         while self._open:
@@ -99,8 +118,7 @@ class SwarmSummary:
             self._next = number + 1
             done = self._round(number, list(reports.values()))
             self.rounds.append(done)
-            if math.isnan(self.first_loss):
-                self.first_loss = done.held_out_loss
+            self._note_first(done.held_out_loss)
             yield done
 
     def _missing(self, number: int, running: Collection[str]) -> bool:

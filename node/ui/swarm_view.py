@@ -28,6 +28,11 @@ def plain_line(done: SwarmRound, rounds: int) -> str:
     )
 
 
+def evaluated_line(done: SwarmRound, rounds: int) -> str:
+    """Of a round that has a line already: with stages its loss comes later."""
+    return f"round {done.number + 1:>{len(str(rounds))}}/{rounds}  held out {number(done.held_out_loss)}"
+
+
 def _outcome(done: SwarmRound) -> str:
     if not math.isnan(done.spread):  # the peers averaged with different others
         return f"mixed, at most {percent(done.spread)} from the mean"

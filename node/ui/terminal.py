@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport, add_loss
 from node.reporting.status import (
     MAX_NAME,
     OTHERS_REDUCE,
@@ -73,6 +73,13 @@ class Terminal:
             self._screen.data(to_json(report))
         self._reports.append(report)
 
+    def evaluated(self, evaluation: RoundEvaluation) -> None:
+        if not self.is_live:
+            self.log(evaluated_line(evaluation, self._status().rounds if self._status else 0))
+        if self._as_json:
+            self._screen.data(to_json(evaluation))
+        add_loss(self._reports, evaluation)
+
     def showing(self, status: Callable[[], Status]) -> AbstractAsyncContextManager[None]:
         """Show a peer until the context ends; the last view stays on the screen."""
         self._status = status
@@ -106,6 +113,15 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
         f"  {count(speed):>6} tokens/s  {duration(seconds):>8}"
         f"  sent {size(report.bytes_sent):>8}  received {size(report.bytes_received):>8}  {outcome}"
     )
+
+
+def evaluated_line(evaluation: RoundEvaluation, rounds: int = 0) -> str:
+    """Of a round that has a line already. With stages its loss is measured beside the next round."""
+    of = f"/{rounds}" if rounds else ""
+    width = 2 * len(str(rounds)) + 1 if rounds else 4
+    now = f"{evaluation.evaluated + 1}{of}"
+    mean = f"mean of {evaluation.samples} microbatches"
+    return f"round {now:>{width}}  held out {number(evaluation.held_out_loss)}, {mean}"
 
 
 def _mixed(report: RoundReport) -> str:

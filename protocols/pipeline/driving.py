@@ -9,26 +9,26 @@ way without leases, with the outer parameters of each replica, and may be repeat
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper, task_group
 from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream, stage_scope
 from protocols.pipeline.admission import Lease, StepAdmission
-from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob, StageWork
+from protocols.pipeline.held_out import HeldOutLoss
+from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob, StageWork, VersionPassed
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
+    OUTER_METHOD,
     Granted,
     JobInput,
     JobOutput,
     LeaseVoid,
+    OuterOutput,
     StageBusy,
     StageRequest,
 )
@@ -123,27 +123,31 @@ class PipelineDriver:
 
     # -- evaluation and text ------------------------------------------------------------------------------------------
 
-    async def evaluate(self, trained: int, deadline: Deadline, stride: int = 1) -> float:
-        """Mean loss over every `stride`-th held-out microbatch, in nats per token; nan if there are none.
+    async def evaluate(self, found: HeldOutLoss, deadline: Deadline) -> None:
+        """Fill `found` with losses of held-out microbatches; what it has when this is cancelled or fails is valid.
 
-        Every stage must have the result of `trained` rounds; one may be further. `TimeoutError` at the deadline, for
-        instance because a stage is empty, or the parameters give no finite loss.
+        Each is of the version that `found` names, at all stages. `VersionPassed` if one has gone on to another;
+        `LeaseLost`. `TimeoutError` at the deadline, for instance because a stage is empty, or the parameters give no
+        finite loss.
         """
-        indices, losses = itertools.count(0, stride), dict[int, float]()
 
         async def evaluate() -> None:
-            async with _Lane(self, trained) as lane:
-                for index in indices:
+            async with _Lane(self, found.trained) as lane:
+                while (index := found.next()) is not None:
                     sample = await self.work.run(StageJob(JobKind.OUTER_SAMPLE, number=index))
+                    _require_version(sample, found.trained, 0)
+                    found.exist = sample.number
                     if not sample.payloads:
-                        return
+                        found.skip()
+                        continue
                     x, targets = sample.payloads
-                    losses[index] = (await lane.through(x, JobKind.OUTER_LOSS, targets, deadline=deadline)).loss
+                    result = await lane.through(x, JobKind.OUTER_LOSS, targets, deadline=deadline, exactly=True)
+                    found.add(index, result.loss)
 
         async with asyncio.timeout_at(deadline), task_group() as group:
             for _ in range(MAX_REQUESTS):
                 group.create_task(evaluate())
-        return fmean(losses[index] for index in sorted(losses)) if losses else math.nan
+        found.is_whole = True
 
     async def logits(self, tokens: Buffer, position: int, trained: int, deadline: Deadline) -> bytes:
         """Of one position, from 1, of a microbatch (uint8, rows * positions): float32 (rows, classes).
@@ -202,9 +206,10 @@ class PipelineDriver:
 class _Lane:
     """One microbatch after the other, over streams that no other lane uses; or, as a context, jobs without leases."""
 
-    def __init__(self, driver: PipelineDriver, trained: int = 0) -> None:
-        self._driver, self._settings, self._work, self._trained = driver, driver.settings, driver.work, trained
-        self._streams = _Streams(driver)
+    def __init__(self, driver: PipelineDriver, trained: int | None = None) -> None:
+        """`trained` is for jobs without leases: the rounds whose result the outer parameters must have."""
+        self._driver, self._settings, self._work, self._trained = driver, driver.settings, driver.work, trained or 0
+        self._streams = _Streams(driver, METHOD if trained is None else OUTER_METHOD)
 
     async def __aenter__(self) -> Self:
         return self
@@ -248,15 +253,23 @@ class _Lane:
             for call in held:  # their replicas wait for a backward that will not come
                 await self._streams.reset(call)
 
-    async def through(self, x: Buffer, last: JobKind, *more: Buffer, number: int = 0, deadline: Deadline) -> JobResult:
-        """Send an activation through all later stages, from the first one anew until it succeeds."""
+    async def through(
+        self, x: Buffer, last: JobKind, *more: Buffer, number: int = 0, deadline: Deadline, exactly: bool = False
+    ) -> JobResult:
+        """Send an activation through all later stages, from the first one anew until it succeeds.
+
+        `exactly`: with the version that was asked for. Raises `VersionPassed` if a stage has gone on to a later one.
+        """
+        kinds = dict.fromkeys(range(1, self._settings.last), JobKind.OUTER_FORWARD) | {self._settings.last: last}
         while loop_time() < deadline:
             with suppress(Abandoned):
-                y = x
-                for stage in range(1, self._settings.last):
-                    _, result = await self._call(stage, StageJob(JobKind.OUTER_FORWARD, (y,)), None, deadline)
-                    (y,) = result.payloads
-                _, result = await self._call(self._settings.last, StageJob(last, (y, *more), number), None, deadline)
+                y, result = x, JobResult()
+                for stage, kind in kinds.items():
+                    job = StageJob(kind, (y, *more), number) if kind is last else StageJob(kind, (y,))
+                    _, result = await self._call(stage, job, None, deadline)
+                    if exactly:
+                        _require_version(result, self._trained, stage)
+                    y = result.payloads[0] if result.payloads else b""
                 return result
         raise TimeoutError
 
@@ -339,15 +352,21 @@ class _Lane:
     async def _send_and_receive(self, call: _Call, job: StageJob) -> JobResult:
         for sent in job.payloads:
             await call.stream.send(JobInput(job.kind.value, job.number), sent)
-        received, loss = [], 0.0
+        received, loss, trained = [], 0.0, 0
         for payload in job.kind.gives or (None,):
             header = await call.stream.receive(HEADER_LIMIT)
             if isinstance(header, LeaseVoid):
                 raise NotCounted(header.why)
-            loss = expect(header, JobOutput).loss
+            if job.kind.is_outer:
+                output = expect(header, OuterOutput)
+                loss, trained = output.loss, output.trained
+                if trained < self._trained:
+                    raise BadPayload(f"outer parameters after {trained} rounds where {self._trained} were asked for")
+            else:
+                loss = expect(header, JobOutput).loss
             if payload:
                 received.append(await self._payload(call, payload))
-        return JobResult(tuple(received), loss=loss)
+        return JobResult(tuple(received), loss=loss, trained=trained)
 
     async def _payload(self, call: _Call, payload: Payload) -> bytearray:
         data = bytearray(self._settings.sizes.of(payload))
@@ -356,9 +375,14 @@ class _Lane:
         return data
 
 
+def _require_version(result: JobResult, trained: int, stage: int) -> None:
+    if result.trained != trained:
+        raise VersionPassed(f"stage {stage} has gone on from the parameters after {trained} rounds")
+
+
 class _Streams:
-    def __init__(self, driver: PipelineDriver) -> None:
-        self._endpoint, self._settings = driver.endpoint, driver.settings
+    def __init__(self, driver: PipelineDriver, method: str) -> None:
+        self._endpoint, self._settings, self._method = driver.endpoint, driver.settings, method
         self._open: dict[Member, _Call] = {}
 
     async def request(self, stage: int, member: Member, number: int, trained: int) -> _Call:
@@ -409,7 +433,7 @@ class _Streams:
 
     async def _connect(self, stage: int, member: Member) -> _Call:
         deadline = loop_time() + STREAM_SECONDS
-        context = self._endpoint.open(member.peer, METHOD, deadline)
+        context = self._endpoint.open(member.peer, self._method, deadline)
         async with peer_timeout(ANSWER_SECONDS, member.peer, "opening a stream"):
             stream = await context.__aenter__()
         call = self._open[member] = _Call(member, stage, stream, context, loop_time())

@@ -111,8 +111,9 @@ class JobResult:
     """What a stage has computed: the payloads that the kind gives, or none of them."""
 
     payloads: tuple[Buffer, ...] = ()
-    number: int = 0  # of the batch that was drawn
+    number: int = 0  # of the batch that was drawn; of OUTER_SAMPLE: how many there are
     loss: float = 0.0
+    trained: int = 0  # of an outer kind: rounds whose result the parameters have that computed all of it
 
 
 class StageWork(Protocol):
@@ -122,8 +123,8 @@ class StageWork(Protocol):
         """Compute a job: with a lease, or of an outer kind without one.
 
         A job that adds to the gradient counts its lease even if its caller is cancelled meanwhile. Raises `BadPayload`
-        if what it was given does not decode, and `LeaseLost`, with nothing counted, if the lease is void by then or
-        what was computed is not finite.
+        if what it was given does not decode, and `LeaseLost`, with nothing counted, if the lease is void by then, what
+        was computed is not finite, or the outer parameters have changed meanwhile.
         """
 
 
@@ -131,3 +132,7 @@ class LeaseLost(Exception):
     """The microbatch cannot be counted any more, and no other peer is to blame: the weights have changed since its
     forward, their worker died, or what they give is not finite.
     """
+
+
+class VersionPassed(LeaseLost):
+    """The outer parameters are of another version by now."""

@@ -8,8 +8,13 @@
     JobInput(backward), gy   ->
                              <-     JobOutput, gx             (the microbatch is counted)
 
-The last stage computes forward, loss and backward in one job. A request without a microbatch is for one job with the
-outer parameters. Instead of any answer after `Granted` a replica may send `LeaseVoid`.
+The last stage computes forward, loss and backward in one job. Instead of any answer after `Granted` a replica may send
+`LeaseVoid`. Jobs with the outer parameters have a method of their own, and no lease:
+
+    StageRequest             ->     (without a microbatch)
+                             <-     Granted, or StageBusy
+    JobInput, x              ->
+                             <-     OuterOutput, y
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ from dataclasses import dataclass
 from protocols.base import Header, Member
 from protocols.wire import MAX_SECONDS, digest, one, real, register, text, uint
 
-METHOD = "starling/stage/1"
+METHOD, OUTER_METHOD = "starling/stage/1", "starling/stage-outer/2"
 HEADER_LIMIT = 1024
-MAX_LOSS = 1e9
+MAX_LOSS, MAX_TRAINED = 1e9, 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class StageRequest(Header):
     sender: Member = one(Member)  # the driver; with `number` it names the microbatch
     to: Member = one(Member)
     number: int = uint(1 << 48)  # never used twice by this incarnation of the driver; 0: with the outer parameters
-    trained: int = uint(1 << 40)  # rounds whose result these must have; the replica is busy until they have it
+    trained: int = uint(MAX_TRAINED)  # rounds whose result these must have; the replica is busy until they have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,18 @@ class JobOutput(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class OuterOutput(Header):
+    """As `JobOutput`, of the outer parameters that have the result of so many rounds: what was asked for, or more."""
+
+    loss: float = real(-MAX_LOSS, MAX_LOSS)
+    trained: int = uint(MAX_TRAINED)
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseVoid(Header):
     """The microbatch is not counted, see `LeaseLost`."""
 
     why: str = text(120)
 
 
-register(176, (StageRequest, Granted, StageBusy, JobInput, JobOutput, LeaseVoid))
+register(176, (StageRequest, Granted, StageBusy, JobInput, JobOutput, LeaseVoid, OuterOutput))

@@ -6,20 +6,24 @@ microbatch's input, as it came, between forward and backward: the backward gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeAlias
 
 from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper
 from protocols.base import BadPayload, Buffer, Header, Member, PeerSilent, Stream, stage_scope
 from protocols.peers.estimates import ewma
 from protocols.pipeline.admission import Lease, StepAdmission
-from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Place, StageJob, StageWork
+from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Place, StageJob, StageWork, VersionPassed
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
+    OUTER_METHOD,
     Granted,
     JobInput,
     JobOutput,
     LeaseVoid,
+    OuterOutput,
     StageBusy,
     StageRequest,
 )
@@ -37,6 +41,8 @@ from protocols.pipeline.settings import (
 )
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
+
+Serve: TypeAlias = Callable[[Stream, StageRequest], Awaitable[None]]
 
 GAIN = 0.2
 RETRY_SECONDS = 0.25  # when a driver that was refused may ask again
@@ -69,30 +75,21 @@ class StageServer:
         kinds = [kind for kind in JobKind if kind.place is place and kind.is_outer]
         self._outer_kinds = [kind for kind in kinds if all(map(settings.sizes.of, kind.takes + kind.gives))]
         self._outer_jobs = 0
-        endpoint.serve(METHOD, StageRequest, self._serve)
+        endpoint.serve(METHOD, StageRequest, partial(self._serve, self._serve_leased))
+        endpoint.serve(OUTER_METHOD, StageRequest, partial(self._serve, self._compute_outer))
 
     # -- one stream ---------------------------------------------------------------------------------------------------
 
-    async def _serve(self, stream: Stream, request: StageRequest) -> None:
+    async def _serve(self, serve: Serve, stream: Stream, request: StageRequest) -> None:
         """One request after the other, until the driver is gone, closes the stream or leaves it idle."""
         watch = raise_when_gone(self._endpoint.host.members, request.sender, stream.deadline)
-        await run_with_helper(self._serve_all(stream, request), watch)
+        await run_with_helper(self._serve_all(serve, stream, request), watch)
 
-    async def _serve_all(self, stream: Stream, request: StageRequest) -> None:
+    async def _serve_all(self, serve: Serve, stream: Stream, request: StageRequest) -> None:
         driver, asked = request.sender, request
         while True:
             self._check(driver, asked)
-            if not asked.number:
-                await self._compute_outer(stream, asked)
-            else:
-                lease = await self._granted(asked)
-                if lease is None:
-                    await stream.send(StageBusy(RETRY_SECONDS))
-                else:
-                    try:
-                        await self._microbatch(stream, lease)
-                    finally:
-                        lease.end()
+            await serve(stream, asked)
             async with peer_timeout(SERVER_IDLE_SECONDS, stream.peer, "waiting for its next request"):
                 asked = expect(await stream.receive(HEADER_LIMIT), StageRequest)
 
@@ -101,6 +98,18 @@ class StageServer:
             raise BadPayload("a request of another run or stage")
         if (request.sender, request.to) != (driver, self._endpoint.me):
             raise BadPayload("a request in another name than the stream's first one")
+
+    async def _serve_leased(self, stream: Stream, request: StageRequest) -> None:
+        if not request.number:
+            raise BadPayload("a request for a place without a microbatch")
+        lease = await self._granted(request)
+        if lease is None:
+            await stream.send(StageBusy(RETRY_SECONDS))
+            return
+        try:
+            await self._microbatch(stream, lease)
+        finally:
+            lease.end()
 
     async def _granted(self, request: StageRequest) -> Lease | None:
         """Wait for a place. Of several drivers that could have one, the one that has waited longest gets it."""
@@ -125,6 +134,8 @@ class StageServer:
 
     async def _compute_outer(self, stream: Stream, request: StageRequest) -> None:
         """One job, which lasts at most `CALL_LIMIT_SECONDS`: a peer that sends nothing keeps its place no longer."""
+        if request.number:
+            raise BadPayload("a request for outer parameters with a microbatch")
         if self._outer_jobs >= MAX_REQUESTS or self._trained() < request.trained:
             await stream.send(StageBusy(RETRY_SECONDS))
             return
@@ -133,7 +144,11 @@ class StageServer:
             async with peer_timeout(CALL_LIMIT_SECONDS, stream.peer, "asking for outer parameters"):
                 await stream.send(Granted())
                 job = await self._receive(stream, *self._outer_kinds)
-                await self._answer(stream, await self._work.run(job))
+                result = await self._work.run(job)
+                if result.trained < request.trained:
+                    raise VersionPassed("its outer parameters have gone back")
+                for payload in result.payloads or (b"",):
+                    await stream.send(OuterOutput(result.loss, result.trained), payload)
         except LeaseLost as lost:
             await stream.send(LeaseVoid(str(lost)[:120]))
         finally:

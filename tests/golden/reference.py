@@ -16,7 +16,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from node.cli.options import default_text
 from node.config.peer_config import SETTABLE, SETTINGS, PeerConfig, option_name
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.reporting.status import PeerStatus, Status
 from node.reporting.swarm import SwarmRow, SwarmStatus
 from protocols.base import SyncStatus
@@ -58,6 +58,7 @@ def report_page() -> str:
     parts = [
         f"# Reports and status\n\n{_NOTE} Figures that are not known are null.\n",
         _fields("A line of `rounds.jsonl`, and of `join --json`", RoundReport),
+        _fields("The other lines of `rounds.jsonl`, in a run with stages", RoundEvaluation),
         _fields("`status --json`", Status),
         _fields("Each of `peers` in a status", PeerStatus),
         _fields("`syncing` in a status", SyncStatus),

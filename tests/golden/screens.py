@@ -14,13 +14,14 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.reporting.status import PeerStatus
 from node.reporting.swarm import CountedRounds, swarm_status
 from node.ui.swarm_summary import SwarmSummary
+from node.ui.swarm_view import evaluated_line as evaluated_swarm_line
 from node.ui.swarm_view import picture, sample, summary
 from node.ui.swarm_view import plain_line as swarm_line
-from node.ui.terminal import plain_line, render, render_swarm, syncing_line
+from node.ui.terminal import evaluated_line, plain_line, render, render_swarm, syncing_line
 from protocols.base import SyncStatus
 from tests.support.status_examples import PEER, REPORT, STATUS
 
@@ -108,6 +109,7 @@ def _peer_lines() -> Iterator[str]:
     yield plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16)
     yield plain_line(report(12, outcome="fork"), alone=True)
     yield plain_line(report(3, stage=1, stages=3))
+    yield evaluated_line(RoundEvaluation(3, "", 2.1345, 24, 0.0), 16)
     yield plain_line(report(3, peers=("p", PEER), spread=1.504, spread_limit=0.02))
     yield plain_line(report(3, peers=(), spread=0.0, spread_limit=0.02))
     whole = replace(CATCHING_UP, bytes_here=CATCHING_UP.bytes_whole)
@@ -155,6 +157,7 @@ def _swarm_lines() -> Iterator[str]:
     tally.add(SIX[0], swarm_report(SIX[0], 2, spread=0.011, spread_limit=0.02))
     tally.add(SIX[1], swarm_report(SIX[1], 2, spread=0.024, spread_limit=0.02))
     yield from (swarm_line(each, 16) for each in tally.complete(()))
+    yield evaluated_swarm_line(tally.rounds[0], 16)
 
 
 def screens() -> str:

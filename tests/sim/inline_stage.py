@@ -28,8 +28,8 @@ class InlineStage:
     def is_ready(self) -> bool:
         return True
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        return self.turns.turn(Priority.MICROBATCH)
+    def turn(self, outer: bool = False) -> AbstractAsyncContextManager[None]:
+        return self.turns.turn(Priority.OUTER if outer else Priority.MICROBATCH)
 
     async def run(self, job: StageJob) -> JobResult:
         await asyncio.sleep(self.seconds.of(job.kind))

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from node.outer.activity import Activity
+from node.session.pipeline_session import settled_rounds
 from node.tasks.paced_stage import SIZES, PacedStage
 from node.training.stage_learner import StageCompute
-from node.training.stage_replica import LeasedStage, StageSeconds
+from node.training.stage_replica import LeasedStage, OuterVersion, StageSeconds
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTraining
 from protocols.aio import loop_time
 from protocols.base import Buffer, Host, LocalProgress, Member, PeerId, Settings, Trainer, stage_scope
@@ -124,7 +125,11 @@ class PipelineWorld(World):
 
     def trained_rounds(self, peer: PeerId) -> int:
         """Rounds whose result a peer's outer parameters have."""
-        return self.replicas[peer].chain.trained
+        return settled_rounds(self.replicas[peer].chain)
+
+    def outer_version(self, peer: PeerId) -> OuterVersion | None:
+        change = self.replicas[peer].change
+        return None if change is None else OuterVersion(self.trained_rounds(peer), change)
 
     def seconds(self, index: int) -> StageSeconds:
         """Of a peer's jobs: an inner step of B microbatches takes it `step_seconds`."""
@@ -140,7 +145,7 @@ class PipelineWorld(World):
         stage, settings = self.stage(host.me), self.pipeline()
         directory = self.announcements[host.me] = Announcements(self)
         replica = self.replica_on(index, me)
-        self.work[me.peer], work = replica, LeasedStage(replica)
+        self.work[me.peer], work = replica, LeasedStage(replica, partial(self.outer_version, me.peer))
         self.network.contacts.views[me.peer].on_lost = partial(self._lose, me)
         alone = partial(self.lacks_majority, me, host)
         training = StageTraining(me, stage, replica, lambda: self.is_member(me), alone, self.watch)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from node.reporting.report import merge_line
 from tests.support.checkers import Report, began
 
 
@@ -29,7 +29,8 @@ class History:
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._reports += [json.loads(line) for line in whole.splitlines()]
+        for line in whole.splitlines():
+            merge_line(self._reports, line)
         self._read_bytes += len(whole)
         return list(self._reports)
 

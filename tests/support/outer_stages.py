@@ -19,9 +19,10 @@ from node.tasks.recipe import Recipe
 from node.tasks.text import Text
 from node.training.activations import ActivationCodec
 from node.training.stage_learner import StageLearner
-from node.training.stage_replica import LeasedStage, StageSeconds
+from node.training.stage_replica import LeasedStage, OuterVersion, StageSeconds
 from protocols.base import Deadline, Member, PeerId, Settings
 from protocols.pipeline.driving import PipelineDriver
+from protocols.pipeline.held_out import HeldOutLoss
 from protocols.pipeline.job import JobResult, StageJob
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineSettings
@@ -81,6 +82,7 @@ class OuterSwarm(SimSwarm):
         self.stages = stages or max(layout) + 1
         self.layout = {f"p{index}": stage for index, stage in enumerate(layout)}
         self.trained = dict.fromkeys(self.layout, 1)
+        self.changing: set[PeerId] = set()  # peers that write a new mean now
         self.jobs = dict.fromkeys(self.layout, 0)
         self.on_job: Callable[[PeerId], None] = lambda peer: None
         self.job_seconds = JOB_SECONDS
@@ -111,7 +113,7 @@ class OuterSwarm(SimSwarm):
             replica.inline.seconds = StageSeconds(outer=self.job_seconds)
             self.on_job(peer)
 
-        replica.inline.on_job, work = begins, LeasedStage(replica.inline)
+        replica.inline.on_job, work = begins, LeasedStage(replica.inline, lambda: self.version(peer))
         if stage:
             trained = lambda: self.trained[peer]  # noqa: E731
             StageServer(endpoint, self.settings, stage=stage, work=work, drivers=lambda: 1, trained=trained)
@@ -128,8 +130,13 @@ class OuterSwarm(SimSwarm):
     def member(self, peer: PeerId) -> Member:
         return self.network.nodes[peer].member
 
+    def version(self, peer: PeerId) -> OuterVersion | None:
+        return None if peer in self.changing else OuterVersion(self.trained[peer], self.trained[peer])
+
     async def evaluate(self, trained: int = 1, seconds: float = 600.0) -> float:
-        return await self.client.evaluate(trained, self.deadline(seconds))
+        found = HeldOutLoss(trained)
+        await self.client.evaluate(found, self.deadline(seconds))
+        return found.mean
 
     def deadline(self, seconds: float) -> Deadline:
         return self.now + seconds
@@ -141,14 +148,19 @@ class OuterSwarm(SimSwarm):
         return assemble(PRESET.shape, [GptStage(PRESET.shape, 0, PRESET.shape.layers + 2, SEED)])
 
     def expected(self) -> float:
+        losses = self.expected_losses()
+        assert len(losses) >= 8
+        return fmean(losses)
+
+    def expected_losses(self) -> list[float]:
+        """Of each held-out microbatch."""
         task, whole = self.replicas["p0"].task, self.whole()
         losses: list[float] = []
         while batch := task.held_out(len(losses)):
             inputs, targets = batch
             with torch.no_grad():
                 losses.append(float(functional.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten())))
-        assert len(losses) >= 8
-        return fmean(losses)
+        return losses
 
     def _accumulate(self) -> None:
         """One microbatch through the first replica of each stage: half-done steps."""

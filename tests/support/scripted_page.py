@@ -17,7 +17,7 @@ from node.page.keys import page_link
 from node.page.prometheus import metrics_text
 from node.page.server import PageServer
 from node.reporting.event_feed import EventFeed
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.reporting.status import Status
 from node.reporting.swarm import CountedRounds, swarm_status
 from node.session.processes import CONTROLS, of_status
@@ -31,6 +31,8 @@ class Sink:
     def say(self, line: str) -> None: ...
 
     def report(self, report: RoundReport) -> None: ...
+
+    def evaluated(self, evaluation: RoundEvaluation) -> None: ...
 
 
 @dataclass

@@ -20,7 +20,7 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.state import OuterSGD, OuterState
 from node.reporting.event_feed import EventFeed
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.runtime.clock import WallClock
 from node.session.discovery import discover
 from node.session.peer_session import PeerSession
@@ -91,6 +91,9 @@ class View:
         self.reports.append(report)
         self.on_report(report)
 
+    def evaluated(self, evaluation: RoundEvaluation) -> None:
+        """Nothing: its line is in `rounds.jsonl`."""
+
 
 def status_tracker(me: Member) -> StatusTracker:
     """That of a peer without limits on its traffic."""
@@ -141,6 +144,10 @@ class SessionPeer:
             self.status_tracker.reported(report)
             self.view.report(report)
 
+        def on_evaluated(evaluation: RoundEvaluation) -> None:
+            journal.evaluated(evaluation)
+            self.status_tracker.evaluated(evaluation)
+
         self.session = PeerSession(
             self.outer_loop,
             sync,
@@ -151,6 +158,7 @@ class SessionPeer:
             status_tracker=self.status_tracker,
             view=EventFeed(self.view, clock.wall),
             on_report=on_report,
+            on_evaluated=on_evaluated,
             **limits,
         )
         self.ended: float | None = None

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
+from node.export.trained_model import load_trained
+from node.tasks.gpt import Gpt
+from node.tasks.gpt_presets import Preset
+from node.tasks.gpt_stage import GptStageTask
+from node.tasks.partition import Partition
+from node.tasks.text import Text
+from protocols.pipeline.held_out import spread_order
 from tests.support import stage_checkers
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
@@ -47,7 +58,8 @@ def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) ->
         founder = swarm.found("a")
         (other,) = swarm.join("b", via=founder)
         wait("a round", lambda: founder.reports(), 60)
-        assert founder.reports()[0]["held_out_loss"] and founder.reports()[0]["stages"] == 2
+        wait("a loss", lambda: any(each["held_out_loss"] for each in founder.reports()), 60)
+        assert founder.reports()[0]["stages"] == 2
         other.strike()
         wait("it says what it waits for", lambda: "stage 1 has no live peer" in str(founder.status()["reason"]), 30)
         founder.strike(number=signal.SIGINT)
@@ -100,3 +112,30 @@ def test_run_begins_without_its_founder(tmp_path: Path, joining: int) -> None:
         assert sorted(peer.status()["stage"] for peer in (first, *others)) == [0, 1, 2]
         founder.start("--bootstrap", first.address)
         goes_on(founder, "in the stage that it was given")
+
+
+EXACT = "stages = 2\nactivations = 'fp32'\n" + RUN.partition("\n")[2].replace("10000", "3")
+
+
+@pytest.mark.long
+def test_last_loss_is_that_of_the_assembled_model(tmp_path: Path) -> None:
+    """On the same samples; it is measured beside the rounds, and the peer waits for the last one."""
+    with ChoosingSwarm(tmp_path, EXACT) as swarm:
+        founder = swarm.found("a")
+        peers = [founder, *swarm.join("b", via=founder)]
+        assert [peer.ends(120.0) for peer in peers] == [0, 0]
+    lines = [json.loads(line) for line in (founder.directory / "rounds.jsonl").read_text().splitlines()]
+    trained, last = load_trained([peer.directory for peer in peers]), lines[-1]
+    assert last["evaluated"] == 2 and trained.held_out_loss == last["held_out_loss"]
+    gpt, recipe = trained.manifest.config.gpt, trained.manifest.config.recipe
+    assert gpt
+    sample = torch.frombuffer(bytearray((founder.directory / "held-out.bin").read_bytes()), dtype=torch.uint8)
+    preset = Preset(gpt.shape, gpt.rows, recipe)
+    task = GptStageTask(preset, Partition((), (0, 1)), 0, 0, Text(torch.zeros(100, dtype=torch.uint8), sample))
+    whole = Gpt(gpt.shape)
+    whole.load_state_dict(trained.tensors)
+    taken = [index for index in spread_order() if index < task.samples][: last["samples"]]
+    batches = [batch for index in taken if (batch := task.held_out(index))]
+    with torch.no_grad():
+        losses = [float(cross_entropy(whole(x).flatten(0, 1), y.flatten())) for x, y in batches]
+    assert fmean(losses) == pytest.approx(last["held_out_loss"], abs=1e-4) and len(losses) >= 8

@@ -349,6 +349,11 @@ const handlers = {
     rounds = [...rounds, each].slice(-MAX_POINTS);
     showRounds();
   },
+  evaluated(each) {
+    const place = rounds.findLastIndex((other) => other.round === each.round);
+    if (place >= 0) rounds = rounds.with(place, { ...rounds[place], ...each });
+    showRounds();
+  },
   line(each) {
     lines = [...lines, each].slice(-200);
     showLines();

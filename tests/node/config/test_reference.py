@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from node.reporting.report import RoundReport
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.reporting.status import PeerStatus, Status
 from protocols.base import SyncStatus
 from tests.golden import reference
@@ -22,6 +22,6 @@ def test_pages_are_current() -> None:
     assert reference.REPORT_PAGE.read_text() == reference.report_page()
 
 
-@pytest.mark.parametrize("kind", [RoundReport, Status, PeerStatus, SyncStatus])
+@pytest.mark.parametrize("kind", [RoundReport, RoundEvaluation, Status, PeerStatus, SyncStatus])
 def test_each_reported_field_has_a_meaning(kind: type) -> None:
     assert {name for name, _, text in reference.meanings(kind) if not text} <= PLAIN

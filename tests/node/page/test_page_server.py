@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from node.page import app
 from node.page.keys import metrics_token
+from node.reporting.report import RoundEvaluation
 from tests.support.scripted_page import ScriptedPage
 from tests.support.status_examples import REPORT
 
@@ -82,9 +83,11 @@ async def test_reconnecting_reader_gets_what_it_missed(tmp_path: Path) -> None:
             assert [each["round"] for each in past["rounds"]] == [8]
             assert "\x1b" not in past["lines"][0]["text"] and "\u202e" not in past["lines"][0]["text"]
         page.feed.report(REPORT)
+        page.feed.evaluated(RoundEvaluation(7, "", 1.5, 8, 0.0))
         page.feed.show_text(b"def f\n" + HOSTILE.encode())
         async with stream(page, last_id) as again:
-            assert await again.kinds(2) == ["round", "text"]
+            assert await again.kinds(3) == ["round", "evaluated", "text"]
+        assert [each["held_out_loss"] for each in page.feed.history()[1]["rounds"]] == [1.5, REPORT.held_out_loss]
     restarted = ScriptedPage(tmp_path, incarnation=2)
     async with restarted.serving():
         assert restarted.link == page.link

@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from node.outer.activity import Activity
 from node.reporting.event_feed import EventFeed
+from node.reporting.report import RoundReport
 from node.session.discovery import SCOPE
 from node.session.peer_session import (
     FINISH_SECONDS,
@@ -24,11 +26,15 @@ from node.session.peer_session import (
     PeerSession,
     SessionOutcome,
 )
+from node.session.round_evaluator import RoundEvaluator
+from node.storage.journal import Journal
 from node.training.process import WorkerError
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import LocalProgress, Member
+from protocols.pipeline.held_out import LEAST_SAMPLES, HeldOutLoss
 from tests.sim import loop as simloop
 from tests.sim.host import DirectoryFaults, SimClock
+from tests.support.history import History
 from tests.support.long import long
 from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View, status_tracker
 from tests.support.simulated import on_virtual_time
@@ -127,16 +133,47 @@ async def test_stops_after_max_rounds(cluster: SessionCluster) -> None:
 
 @alone
 @on_virtual_time
-async def test_decision_is_announced_before_its_evaluation(cluster: SessionCluster) -> None:
-    """With stages, the evaluation waits for outer steps that other stages take after that announcement."""
-    peer, evaluated = cluster.add("a", run_rounds=3), list[int]()
-    announce = lambda: evaluated.append(peer.trainer.evaluated)  # noqa: E731
+async def test_rounds_of_a_pipeline_do_not_wait_for_evaluations(cluster: SessionCluster) -> None:
+    """But the peer waits for that of the last one. A newer one ends an older one, whose loss counts if it is enough.
+
+    Each round lasts for two seconds. Rounds 0, 1 and 2 find enough, too little and nothing until the next has ended.
+    """
+    said, every_seconds = list[str](), iter([0.24, 0.3, math.inf, 3.0])
+
+    async def evaluate(found: HeldOutLoss) -> None:
+        said.append("evaluates")
+        every = next(every_seconds)
+        for index in range(LEAST_SAMPLES + 1):
+            await asyncio.sleep(every)
+            found.add(index, float(found.trained))
+        raise TimeoutError("a stage is away")
+
+    def begin(report: RoundReport) -> None:
+        evaluator.start(report, HeldOutLoss(report.round))
+
+    evaluator = RoundEvaluator(evaluate)
     pipeline: Any = SimpleNamespace(
-        announce_decided=announce, annotate=lambda report: report, is_run_over=lambda: True, waiting_reason=str
+        announce_decided=lambda: said.append("announced"),
+        annotate=lambda report: report,
+        begin_evaluation=begin,
+        evaluator=evaluator,
+        is_run_over=lambda: True,
+        waiting_reason=str,
     )
-    peer.session._pipeline = pipeline
+    peer = cluster.add("a", run_rounds=4)
+    peer.session._pipeline, evaluator.on_end = pipeline, peer.session._evaluated_beside
     await cluster.end()
-    assert evaluated == [0, 1, 2]
+    times = [report.time for report in peer.view.reports]
+    assert max(later - earlier for earlier, later in pairwise(times)) < 2.1
+    assert said == ["announced", "evaluates"] * 4, "the evaluation waits for outer steps after that announcement"
+    lines = peer.lines()
+    assert [each.get("round", "-") for each in lines] == [0, 1, "-", 2, 3, "-"]
+    losses = [(each["evaluated"], each["held_out_loss"], each["samples"]) for each in lines if "evaluated" in each]
+    assert losses == [(0, 0.0, 8), (3, 3.0, 9)] and not peer.session.outcome.failure("")
+    (*_, last), read = peer.view.reports, Journal(peer.state.rounds).recent()
+    assert lines[-1]["lineage"] == last.lineage
+    assert [each.held_out_loss for each in read] == pytest.approx([0.0, math.nan, math.nan, 3.0], nan_ok=True)
+    assert History(peer.state.rounds).reports()[0]["held_out_loss"] == 0.0
 
 
 # -- being asked to leave ----------------------------------------------------------------------------------------------

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from node.tasks.gpt_stage import MAX_HELD_OUT, GptStageTask, block_names
+from node.tasks.gpt_stage import GptStageTask, block_names
 from node.tasks.partition import BlockCost, cut
 from node.tasks.text import Text
+from protocols.pipeline.held_out import MAX_SAMPLES
 from tests.support.outer_stages import PRESET
 
 ROWS, WIDTH = 3, 13
 
 
-@pytest.mark.parametrize("size, count", ((20, 1), (ROWS * WIDTH * 5 + 7, 5), (ROWS * WIDTH * 100, MAX_HELD_OUT)))
+@pytest.mark.parametrize("size, count", ((20, 1), (ROWS * WIDTH * 5 + 7, 5), (ROWS * WIDTH * 100, MAX_SAMPLES)))
 def test_held_out_microbatches_spread_over_the_text(size: int, count: int) -> None:
     """All of one shape, from the text's first byte to its last one if it has two windows; a short text repeats."""
     held_out = torch.randint(256, (size,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)

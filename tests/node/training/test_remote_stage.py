@@ -24,7 +24,7 @@ from node.tasks.text import load
 from node.training.activations import ActivationCodec
 from node.training.remote_stage import RemoteStage
 from node.training.stage_learner import StageLearner
-from node.training.stage_replica import MAX_OUTER_JOBS, LeasedStage
+from node.training.stage_replica import MAX_OUTER_JOBS, LeasedStage, OuterVersion
 from node.training.stage_trainer import ServingTrainer, StageTraining
 from protocols.base import BadPayload, Member, RoundKey
 from protocols.pipeline.admission import StepAdmission
@@ -212,17 +212,18 @@ async def test_what_does_not_decode_is_refused_and_adds_nothing(text: Path) -> N
 async def test_outer_jobs_use_the_anchor_change_nothing_and_are_few(text: Path) -> None:
     """Also those whose askers have vanished."""
     async with workers(text, 0) as (remote,):
-        here, stage, admission = learner(0, text), LeasedStage(remote), admission_of(remote)
+        version = OuterVersion(trained=5)
+        here, stage, admission = learner(0, text), LeasedStage(remote, lambda: version), admission_of(remote)
         for n in range(2):
             sample = StageJob(JobKind.OUTER_SAMPLE, number=n)
-            assert await stage.run(sample) == here.run(sample)
+            assert await stage.run(sample) == replace(here.run(sample), trained=5)
         await remote.begin(0, asyncio.Event())
         drawn = await stage.run(StageJob(JobKind.DRAW), lease := admission.grant(DRIVER, 1, 0.0))
         gradient = bytes(remote.sizes.activation_bytes)
         await stage.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, 1.0), lease)
         await remote.step(0, admission.stepped)
         tokens = StageJob(JobKind.OUTER_FIRST, (bytes(32),))
-        assert await stage.run(tokens) == here.run(tokens), "the anchor, not the local weights"
+        assert await stage.run(tokens) == replace(here.run(tokens), trained=5), "the anchor, not the local weights"
         asked = [asyncio.create_task(stage.run(sample)) for _ in range(MAX_OUTER_JOBS)]
         await asyncio.sleep(0)
         for task in asked:

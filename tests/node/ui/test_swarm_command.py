@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from node.cli.swarm_command import LocalSwarm, Participant
+from node.reporting.report import RoundEvaluation, RoundReport
 from node.reporting.status import to_json
 from node.runtime.child_process import ChildProcess
 from node.storage.journal import Journal
@@ -136,6 +137,20 @@ def test_round_completes_when_all_running_peers_reported_or_passed_it() -> None:
     assert numbers(tally) == [4] and len(tally.losses) == 4 and tally.as_json()["rounds"] == 5
 
 
+def test_losses_of_stages_come_after_their_rounds() -> None:
+    """That of an open round, and of one that is complete; the first one of a round counts."""
+    tally = SwarmSummary(NAMES, 3)
+    for number in range(2):
+        for name in NAMES[:2] if number else NAMES:
+            tally.add(name, report(name, number, 3, held_out_loss=math.nan))
+    assert numbers(tally, NAMES) == [0] and math.isnan(tally.first_loss)
+    found = [RoundEvaluation(n, report(NAMES[0], n, 3).lineage, loss, 8, 0.0) for n, loss in ((0, 4.0), (1, 2.0))]
+    done = [tally.evaluated(NAMES[0], each) for each in (*found, replace(found[0], held_out_loss=9.0))]
+    assert [each and (each.number, each.held_out_loss) for each in done] == [(0, 4.0), None, None]
+    tally.add(NAMES[2], report(NAMES[2], 1, 3))
+    assert numbers(tally, NAMES) == [1] and tally.losses == [4.0, 2.0] and tally.first_loss == 4.0
+
+
 def test_round_waits_for_stage_0_while_another_stage_is_ahead() -> None:
     """A stage that has skipped a round counts one more."""
     tally = SwarmSummary(NAMES, 3)
@@ -239,16 +254,18 @@ def test_reports_are_read_once_each_across_file_rotation(tmp_path: Path, monkeyp
     seen: list[int] = []
     for number in range(40):
         journal.write(report("peer-1", number))
+        if number == 20:
+            journal.evaluated(RoundEvaluation(19, "", 2.0, 8, 0.0))
         if number % 3 == 0:
             while new := peer.reports():
-                seen += [each.round for each in new]
-    assert len(list(peer.directory.glob("rounds*"))) > 2 and seen == list(range(40))
+                seen += [each.round if isinstance(each, RoundReport) else -each.evaluated for each in new]
+    assert len(list(peer.directory.glob("rounds*"))) > 2 and seen == [*range(21), -19, *range(21, 40)]
     line = to_json(report("peer-1", 40))
     for part in (line[:-10], f"{line[-10:]}\n"):
         assert peer.reports() == []
         with (peer.directory / "rounds.jsonl").open("a") as file:
             file.write(part)
-    assert [each.round for each in peer.reports()] == [40]
+    assert [each.round for each in peer.reports() if isinstance(each, RoundReport)] == [40]
 
 
 def test_names_in_picture_and_summary_are_not_markup() -> None:

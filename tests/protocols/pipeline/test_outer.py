@@ -14,11 +14,15 @@ from node.session.pipeline_session import generate
 from node.tasks.paced_stage import LOGIT_BYTES
 from node.training.stage_replica import StageSeconds
 from protocols.base import Header, PeerId, PeerSilent, Stream, stage_scope
+from protocols.pipeline.held_out import LEAST_SAMPLES, MAX_SAMPLES, HeldOutLoss, spread_order, usual_samples
+from protocols.pipeline.job import VersionPassed
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
+    OUTER_METHOD,
     Granted,
     JobInput,
+    OuterOutput,
     StageBusy,
     StageRequest,
 )
@@ -60,9 +64,10 @@ async def test_text_equals_the_whole_models(swarm: OuterSwarm) -> None:
 @simulated(OuterSwarm, (0, 1, 1))
 async def test_replica_that_is_behind_is_busy(swarm: OuterSwarm) -> None:
     """It computes nothing; another one does, or the evaluation waits for it."""
-    swarm.trained["p2"] = 2
+    swarm.trained["p0"] = swarm.trained["p2"] = 2
     loss = await swarm.evaluate(trained=2)
     assert loss == pytest.approx(swarm.expected(), abs=1e-5) and swarm.jobs["p2"] and not swarm.jobs["p1"]
+    swarm.trained["p0"] = 3
     waiting = asyncio.create_task(swarm.evaluate(trained=3))
     await asyncio.sleep(60.0)
     assert not waiting.done() and not swarm.jobs["p1"]
@@ -87,6 +92,71 @@ async def test_replica_that_dies_in_the_middle_costs_a_retry(swarm: OuterSwarm, 
     assert await swarm.evaluate(seconds=60.0) == pytest.approx(swarm.expected(), abs=1e-5)
     assert swarm.jobs[victim] in (2, 3), "it was called no more"
     swarm.network.kill(victim)
+
+
+@pytest.mark.parametrize("moves", ("p0", "p1", "p3"))
+@simulated(OuterSwarm, (0, 1, 1, 2))
+async def test_evaluation_is_of_one_version_or_ends_with_what_it_has(swarm: OuterSwarm, moves: PeerId) -> None:
+    """A new mean is written in the middle of a job, in any stage. What was found before is that of the whole model."""
+    found, job = HeldOutLoss(1), {"p0": 6, "p1": 3, "p3": 6}[moves]
+    anchor = swarm.replicas[moves].local_training.anchor
+
+    def write() -> None:
+        anchor.add_(1.0)
+
+    def settle() -> None:
+        swarm.changing.discard(moves)
+        swarm.trained[moves] = 2
+
+    def begin(peer: PeerId) -> None:
+        if peer == moves and swarm.jobs[peer] == job:
+            swarm.changing.add(moves)
+            for delay, change in ((0.0, write), (1.0, settle)):
+                asyncio.get_running_loop().call_later(delay, change)
+
+    swarm.on_job = begin
+    with pytest.raises(VersionPassed, match=r"gone on|have changed"):
+        await swarm.client.evaluate(found, swarm.deadline(600.0))
+    expected = swarm.expected_losses()
+    assert found.losses == {index: pytest.approx(expected[index], abs=1e-4) for index in found.losses}
+    assert 0 < found.samples < len(expected) and not found.is_whole
+    await asyncio.sleep(1.0)
+
+
+@simulated(OuterSwarm, (0, 1, 1, 2))
+async def test_replica_that_names_an_older_version_is_refused(swarm: OuterSwarm) -> None:
+    """It is blamed, and the evaluation goes by the other one."""
+
+    async def lie(stream: Stream, request: StageRequest) -> None:
+        size = swarm.settings.sizes.activation_bytes
+        await stream.send(Granted())
+        await stream.receive(HEADER_LIMIT)
+        await stream.receive_into(memoryview(bytearray(size)))
+        await stream.send(OuterOutput(0.0, request.trained - 1), bytes(size))
+        await stream.receive(HEADER_LIMIT)
+
+    swarm.endpoints["p1"].serve(OUTER_METHOD, StageRequest, lie)
+    assert await swarm.evaluate() == pytest.approx(swarm.expected(), abs=1e-5)
+    blamed, _, _ = swarm.endpoints["p0"].accounting.take()
+    assert {each.peer for each in blamed} == {"p1"} and "after 0 rounds where 1 were asked for" in blamed[0].why
+
+
+def test_first_samples_are_spread_evenly() -> None:
+    """However many there are, and whatever their number: a loss is that of all parts of the held-out data."""
+    order = list(spread_order())
+    assert sorted(order) == list(range(MAX_SAMPLES))
+    for count in (13, 40, MAX_SAMPLES):
+        taken = [index for index in order if index < count]
+        for n in (4, 8, count // 2):
+            quarters = [sum(4 * index // count == quarter for index in taken[:n]) for quarter in range(4)]
+            assert max(quarters) - min(quarters) <= 2
+    assert [usual_samples(*round_) for round_ in ((1, 8), (50, 8), (500, 16))] == [8, 24, 64]
+    cut_short = HeldOutLoss(1)
+    for index in order[: LEAST_SAMPLES - 1]:
+        cut_short.add(index, 2.0)
+    assert math.isnan(cut_short.mean)
+    cut_short.add(order[LEAST_SAMPLES], 2.0)
+    assert cut_short.mean == 2.0
 
 
 @pytest.mark.parametrize("why", ("a stage is empty", "a replica is slow"))
@@ -126,6 +196,7 @@ async def test_wrong_requests_are_refused(swarm: OuterSwarm) -> None:
         ("in the name of p2", [(replace(good, sender=swarm.member("p2")), b"")]),
         ("'outer_logits' that this replica does not do", [(good, b""), (JobInput("outer_logits", 1), bytes(size))]),
         ("'forward' that this replica does not do", [(good, b""), (JobInput("forward", 0), bytes(size))]),
+        ("outer parameters with a microbatch", [(replace(good, number=1), b"")]),
         ("not finite", [(good, b""), (JobInput("outer_forward", 0), nans)]),
         ("expected JobInput", [(good, b""), (Granted(), b"")]),
         ("position 13 of 12", [(last, b""), (JobInput("outer_logits", 13), bytes(size))]),
@@ -134,7 +205,7 @@ async def test_wrong_requests_are_refused(swarm: OuterSwarm) -> None:
         request = frames[0][0]
         assert isinstance(request, StageRequest)
         with pytest.raises(PeerSilent):
-            async with swarm.endpoints["p0"].open(request.to.peer, METHOD, swarm.deadline(60.0)) as stream:
+            async with swarm.endpoints["p0"].open(request.to.peer, OUTER_METHOD, swarm.deadline(60.0)) as stream:
                 await answer_to(stream, *frames)
         peer, why = swarm.network.transports[request.to.peer].refused[-1]
         assert peer == "p0" and what in why
@@ -149,6 +220,7 @@ async def test_microbatch_for_another_stage_or_run_is_refused(swarm: OuterSwarm)
         ("another run or stage", replace(good, scope=stage_scope(2))),
         ("another run or stage", replace(good, run=bytes(32))),
         ("in the name of p2", replace(good, sender=swarm.member("p2"))),
+        ("a place without a microbatch", replace(good, number=0)),
     ):
         for before in ((), ((good, b""),)):
             with pytest.raises(PeerSilent):
@@ -163,7 +235,7 @@ async def test_microbatch_for_another_stage_or_run_is_refused(swarm: OuterSwarm)
 async def test_third_request_at_once_is_busy_before_its_payload(swarm: OuterSwarm, holder: str, seconds: float) -> None:
     """And who holds places without sending anything loses them, the sooner if it is believed dead."""
     request = StageRequest(RUN, stage_scope(1), swarm.member("p1"), swarm.member("p2"), 0, 1)
-    open_ = partial(swarm.endpoints["p1"].open, "p2", METHOD, swarm.deadline(1000.0))
+    open_ = partial(swarm.endpoints["p1"].open, "p2", OUTER_METHOD, swarm.deadline(1000.0))
     async with open_() as one, open_() as other:
         assert await answer_to(one, (request, b"")) == await answer_to(other, (request, b"")) == Granted()
         began = asyncio.get_running_loop().time()
@@ -203,11 +275,13 @@ async def test_training_goes_on_beside_evaluations(run: EvaluatingRunner) -> Non
     await run.rounds(1)
     for kill in (False, True):
         trained = run.trained("p0")
-        evaluations = [run.drivers[peer].evaluate(trained, run.now + 120.0) for peer in ("p0", "p1")]
-        both = asyncio.gather(*evaluations)
+        found = [HeldOutLoss(trained) for _ in range(2)]
+        pairs = zip(("p0", "p1"), found, strict=True)
+        both = asyncio.gather(*(run.drivers[peer].evaluate(each, run.now + 120.0) for peer, each in pairs))
         if kill:
             run.kill("p2")
-        assert await both == [1.0, 1.0]
+        await both
+        assert [each.mean for each in found] == [1.0, 1.0]
         logits = await run.drivers["p0"].logits(b"", 1, trained, run.now + 120.0)
         assert logits == bytes(LOGIT_BYTES)
         await run.rounds(1)
