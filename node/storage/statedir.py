@@ -198,8 +198,7 @@ class StateDir:
     def begin(self, run_id: str, before: str, sealed: bytes, sample: bytes) -> None:
         """Make this the directory of a run. The files of an earlier run, `before`, move aside. Raises StateError."""
         try:
-            if before != run_id:
-                self._moved = self._put_aside(before)
+            self._moved = self._put_aside(before) if before != run_id else None
             if self.manifest() != sealed:
                 write_atomically(self.path / "manifest.bin", sealed)
             if sample and self.held_out() != sample:

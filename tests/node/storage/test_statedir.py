@@ -152,6 +152,16 @@ def test_withdrawn_run_leaves_the_directory_unchanged(state: StateDir, there: st
     assert content(state.path) == was
 
 
+def test_later_session_of_a_run_withdraws_nothing(state: StateDir) -> None:
+    """Of the process that has begun it: a peer that cannot train in another stage goes back to what it had."""
+    state.begin("aa" * 32, "", b"sealed", b"sample")
+    state.enter_stage(0, b'{"stage": 0}')
+    state.begin("aa" * 32, "aa" * 32, b"sealed", b"sample")
+    was = content(state.path)
+    state.withdraw()
+    assert content(state.path) == was
+
+
 def test_scratch_files_are_not_set_aside(state: StateDir) -> None:
     state.begin("aa" * 32, "", b"old", b"")
     (state.path / "scratch").mkdir()
