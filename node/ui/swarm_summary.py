@@ -198,7 +198,12 @@ class SwarmSummary:
 
     @property
     def fell(self) -> bool:
-        """Whether the held-out loss is lower than after the first round."""
+        """Whether the held-out loss is lower than after the first round.
+
+        With stages, rounds shorter than an evaluation have none. If only the last one has, nothing is known.
+        """
+        if self._stages > 1 and len(self.losses) == 1 < len(self.rounds):
+            return True
         return bool(self.losses) and self.losses[-1] < self.first_loss
 
     def as_json(self) -> dict[str, Any]:

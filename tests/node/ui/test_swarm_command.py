@@ -146,9 +146,18 @@ def test_losses_of_stages_come_after_their_rounds() -> None:
     assert numbers(tally, NAMES) == [0] and math.isnan(tally.first_loss)
     found = [RoundEvaluation(n, report(NAMES[0], n, 3).lineage, loss, 8, 0.0) for n, loss in ((0, 4.0), (1, 2.0))]
     done = [tally.evaluated(NAMES[0], each) for each in (*found, replace(found[0], held_out_loss=9.0))]
-    assert [each and (each.number, each.held_out_loss) for each in done] == [(0, 4.0), None, None]
+    assert [each and (each.number, each.held_out_loss) for each in done] == [(0, 4.0), None, None] and not tally.fell
     tally.add(NAMES[2], report(NAMES[2], 1, 3))
-    assert numbers(tally, NAMES) == [1] and tally.losses == [4.0, 2.0] and tally.first_loss == 4.0
+    assert numbers(tally, NAMES) == [1] and tally.losses == [4.0, 2.0] and tally.first_loss == 4.0 and tally.fell
+    tally.evaluated(NAMES[0], RoundEvaluation(1, "", 9.0, 8, 0.0))
+    assert tally.losses == [4.0, 2.0]
+    short = SwarmSummary(NAMES, 3)
+    for number in range(2):
+        for name in NAMES:
+            short.add(name, report(name, number, 3, held_out_loss=math.nan))
+    assert numbers(short, NAMES) == [0, 1] and not short.fell
+    short.evaluated(NAMES[0], RoundEvaluation(1, "", 2.0, 8, 0.0))
+    assert short.fell, "nothing says that it did not: the first round was too short for an evaluation"
 
 
 def test_round_waits_for_stage_0_while_another_stage_is_ahead() -> None:
