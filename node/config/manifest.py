@@ -49,6 +49,8 @@ class StageEntry:
     end: int = Field(ge=1, le=1 << 20)  # first block that is not in the stage, which begins where the one before ends
     state_root: Digest  # of its outer state before round 0
     layout: Digest  # `layout_digest` of its parameters
+    # of a microbatch, as a share of that in the costliest stage, as the founder has measured it; None if all are equal
+    cost: float | None = Field(default=None, ge=1e-3, le=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -112,6 +114,11 @@ class Manifest:
     def root_of(self, stage: int) -> bytes:
         """State root of a stage's outer state before round 0, 32 bytes."""
         return self.stages[stage].state_root if self.stages else self.state_root
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Of a microbatch in each stage, in any unit."""
+        return tuple(stage.cost or 1.0 for stage in self.stages or ())
 
     @property
     def run_id(self) -> str:

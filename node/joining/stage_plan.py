@@ -78,14 +78,16 @@ def plan_stages(config: RunConfig, timer: Callable[[], float]) -> StagePlan:
         return StagePlan(tuple(entries), tuple(elements))
     partition = cut(measure(config.preset(), timer), config.stages)
     found, elements = [], []
+    most = max(partition.seconds(stage) for stage in range(config.stages))
     for stage in range(config.stages):
         low, high = partition.bounds[stage], partition.bounds[stage + 1]
         flat = flatten(GptStage(config.gpt.shape, low, high, config.seed))
-        found.append(_entry(high, flat.layout, flat.vector))
+        cost = round(partition.seconds(stage) / most, 4) if most else 1.0
+        found.append(_entry(high, flat.layout, flat.vector, max(cost, 1e-3)))
         elements.append(len(flat.vector))
     return StagePlan(tuple(found), tuple(elements), partition.table())
 
 
-def _entry(end: int, layout: Layout, vector: Vector) -> StageEntry:
+def _entry(end: int, layout: Layout, vector: Vector, cost: float | None = None) -> StageEntry:
     root = SnapshotIndex.of(vector, torch.zeros_like(vector)).state_root(0)
-    return StageEntry(end=end, state_root=root, layout=layout_digest(layout))
+    return StageEntry(end=end, state_root=root, layout=layout_digest(layout), cost=cost)

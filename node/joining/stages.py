@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from statistics import median
+from typing import TYPE_CHECKING
 
 from node.membership.hello import (
     ANY_STAGE,
     BOOTSTRAP_METHOD,
     NO_STAGE,
+    STAYS,
+    UNPLACED,
     VERSION,
+    Heartbeat,
     StageRejected,
     StageReply,
     StageSeat,
@@ -25,16 +28,20 @@ from node.membership.hello import (
     WantStageBefore,
 )
 from node.membership.membership import Membership
-from node.membership.peer_record import PeerRecord
 from node.membership.seats import Seats
+from node.outer.activity import Activity
 from protocols import wire
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Transport
+
+if TYPE_CHECKING:  # only runs with stages load its code
+    from protocols.pipeline.balance import Placements
 
 log = logging.getLogger(__name__)
 
 RESERVED_SECONDS = 60.0  # a peer that was assigned a stage counts there for so long, although it is not live yet
 MAX_RESERVED = 256
+INTENT_SECONDS = 300.0
 RELAY_SECONDS = 10.0
 FOUNDER_SECONDS = 30.0
 """If the founder is away for longer before the run has begun, others give seats, and that of stage 0 as well."""
@@ -163,17 +170,17 @@ class StageAssigner:
     # -- which stage --------------------------------------------------------------------------------------------------
 
     def _choice(self, request: WantStage) -> int:
-        """The wanted stage, the joiner's own if it has a seat, one without a first member, or the weakest."""
+        """The wanted stage, the one of the joiner's own seat, one without a first member, or that which gains most."""
         if request.wanted != ANY_STAGE:
             return request.wanted
         own = [stage for stage, seat in self._seats.known.items() if seat.member.peer == request.sender.peer]
         if own or (vacant := self.vacant()):
             return own[0] if own else vacant[0]
         self._purge()
-        here = [contact for contact in self._membership.contacts() if contact.live]
+        from protocols.pipeline.balance import joins  # only runs with stages load its code
+
         reserved = {peer: stage for peer, (stage, _) in self._reserved.items()}
-        capacity = capacities(self._seats.stages, here, reserved, self._membership.stage_of(self._me.peer))
-        return min(range(self._seats.stages), key=lambda stage: (capacity[stage], stage))
+        return joins(placements(self._seats, self._membership, self._me.peer, 0, reserved))
 
     def _reply(self, joiner: Member, stage: int) -> StageReply:
         self._purge()
@@ -186,23 +193,32 @@ class StageAssigner:
         self._reserved = {peer: each for peer, each in self._reserved.items() if each[1] > now}
 
 
-def capacities(
-    stages: int, live: Iterable[PeerRecord], reserved: Mapping[PeerId, int], mine: int | None
-) -> dict[int, float]:
-    """Microbatches/s of each stage, by what its live peers say. Peers whose rate is not known have a usual one.
+def placements(
+    seats: Seats, membership: Membership, me: PeerId, now: int, reserved: Mapping[PeerId, int]
+) -> Placements:
+    """Who works where, as this peer sees it. An intent to move is believed for `INTENT_SECONDS`.
 
-    `reserved`: the stages of peers that may not be live yet.
+    Args:
+        now: training rounds of the run.
+        reserved: the stages of peers that may not be live yet.
     """
-    rates = {contact.peer: (contact.stage or 0, contact.said.rate) for contact in live}
-    rates = {**{peer: (stage, 0.0) for peer, stage in reserved.items()}, **rates}
-    usual = median([rate for _, rate in rates.values() if rate] or [1.0])
-    found = dict.fromkeys(range(stages), 0.0)
-    for stage, rate in rates.values():
-        if stage in found:
-            found[stage] += rate or usual
+    from protocols.pipeline.balance import PlacedPeer, Placements  # only runs with stages load its code
+
+    def placed(peer: PeerId, stage: int, said: Heartbeat, moving: int | None) -> PlacedPeer:
+        place = said.placement[0] if said.placement else UNPLACED
+        works = said.idle == Activity.WORK and not said.leaving
+        return PlacedPeer(peer, stage, said.rate, place.pinned, works, moving, place.holds, place.arrived)
+
+    latest, pulse, mine = loop_time() - INTENT_SECONDS, membership.pulse(), membership.stage_of(me)
+    found = {peer: PlacedPeer(peer, stage) for peer, stage in reserved.items()}
+    for each in membership.contacts():
+        if each.live and each.stage is not None and each.stage < seats.stages:
+            moving = each.moving if each.moving_since > latest else None
+            found[each.peer] = placed(each.peer, each.stage, each.said, moving)
     if mine is not None:
-        found[mine] += usual
-    return found
+        goes = pulse.placement[0].moving if pulse.placement else STAYS
+        found[me] = placed(me, mine, pulse, None if goes in (STAYS, mine) else goes)
+    return Placements(seats.run, now, seats.costs, tuple(found.values()))
 
 
 async def ask_stage(

@@ -94,7 +94,7 @@ class HandshakeProtocol:
     def _is_signed(self, hello: Hello) -> bool:
         return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
-    def _pulse(self, number: int) -> Heartbeat:
+    def pulse(self, number: int) -> Heartbeat:
         stage, wall, round_number = self._local.stage, self._clock.wall(), self._local.round()
         rounds, rate, placement = (stage.rounds, stage.rate, (stage.placement,)) if stage else (0, 0.0, ())
         idle = self.activity.value
@@ -133,7 +133,7 @@ class HandshakeProtocol:
             while True:
                 self._number += 1
                 sent[self._number] = asyncio.get_running_loop().time()
-                await stream.send(self._pulse(self._number))
+                await stream.send(self.pulse(self._number))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PULSE_SECONDS):
                         await contact.hurry.wait()
@@ -173,5 +173,5 @@ class HandshakeProtocol:
                 return await stream.send(HelloRejected("another incarnation of it is known", (contact.hello,)))
             self._take(contact, pulse)
             contact.called()
-            await stream.send(self._pulse(pulse.number))
+            await stream.send(self.pulse(pulse.number))
             await asyncio.sleep(GAP_SECONDS)

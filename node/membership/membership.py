@@ -19,7 +19,17 @@ from statistics import median
 
 from node.membership.failure_detector import FailureDetector
 from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
-from node.membership.hello import HELLO, MAX_INTRODUCED, STAYS, Hello, HelloRejected, PeerAddress, Welcome, sound
+from node.membership.hello import (
+    HELLO,
+    MAX_INTRODUCED,
+    STAYS,
+    Heartbeat,
+    Hello,
+    HelloRejected,
+    PeerAddress,
+    Welcome,
+    sound,
+)
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import MAX_FAILURES, PeerRecord, PeerTable
 from node.network.address_scope import has_moved
@@ -171,6 +181,10 @@ class Membership:
             return self._local.stage.rounds if self._local.stage else 0
         contact = self._contacts.get(peer)
         return contact.said.rounds if contact else 0
+
+    def pulse(self) -> Heartbeat:
+        """What this peer says of itself now."""
+        return self._handshake.pulse(0)
 
     def announce_rounds(self, rounds: int) -> None:
         assert self._local.stage is not None

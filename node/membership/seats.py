@@ -88,6 +88,8 @@ class StagedRun(Protocol):
 
     @property
     def stages(self) -> Sequence[object] | None: ...
+    @property
+    def costs(self) -> Sequence[float]: ...
 
 
 class Seats:
@@ -95,10 +97,15 @@ class Seats:
 
     def __init__(self, run: StagedRun, signer: Signer) -> None:
         assert run.stages
-        self.stages = len(run.stages)
+        self._staged, self.stages = run, len(run.stages)
         self._lines: dict[int, SeatLine] = {}  # stage -> the line of the seat that counts
         self._final: set[bytes] = set()  # digests of seats whose stage has decided a round, as their member says
-        self._run, self.founder, self._signer = bytes.fromhex(run.run_id), run.founder.peer, signer
+        self.run, self.founder, self._signer = bytes.fromhex(run.run_id), run.founder.peer, signer
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """Of a microbatch in each stage, in any unit."""
+        return self._staged.costs
 
     @property
     def known(self) -> Mapping[int, StageSeat]:
@@ -128,7 +135,7 @@ class Seats:
     def _signed(self, seat: StageSeat) -> bytes:
         fields = [seat.stage, seat.member.peer, seat.member.incarnation, seat.number, *([seat.by] if seat.by else [])]
         packed: bytes = msgpack.packb(fields)
-        return _SEAT_TAG + self._run + packed
+        return _SEAT_TAG + self.run + packed
 
     # -- signing ------------------------------------------------------------------------------------------------------
 

@@ -281,16 +281,18 @@ class Peer:
             return None
         processes, wanted = self._processes, self._config.stage
         entrance = StageEntrance(manifest, self._state, processes.disk, self._state.identity)
+        kept = not founding and entrance.kept(wanted)
         if founding:
             await entrance.found(processes.me)
-        elif not entrance.kept(wanted):
+        elif not kept:
             self._tracker.set_state("joining", "asking which stage this peer works in")
             await entrance.enter(processes.me, wanted, processes.transport, processes.bootstrap.met, self._say)
         stage = entrance.seat.stage
         if wanted not in (None, stage):
             self._say(f"--stage {wanted} is not followed: this peer was moved to stage {stage}, and stays there")
         if not founding:
-            self._say(f"this peer is in stage {stage} (of 0 to {len(manifest.stages) - 1})")
+            why = "" if kept else ", where it is needed most" if wanted is None else ", as --stage says"
+            self._say(f"this peer is in stage {stage} (of 0 to {len(manifest.stages) - 1}){why}")
         self._tracker.stage = stage
         return entrance
 

@@ -97,7 +97,9 @@ class FoundingWorld(SimSwarm):
         self.stages, self.dies_at, self.returns = stages, dies_at, returns
         self.peers = tuple(f"p{index}" for index in range(joiners + 1))
         member = SimpleNamespace(peer=FOUNDER, incarnation=0)
-        self.manifest: Any = SimpleNamespace(stages=(None,) * stages, run_id=bytes(32).hex(), founder=member)
+        self.manifest: Any = SimpleNamespace(
+            stages=(None,) * stages, costs=(1.0,) * stages, run_id=bytes(32).hex(), founder=member
+        )
         self.disks = {peer: Disk(SimpleNamespace(peer_id=peer)) for peer in self.peers}
         self.entrances: dict[PeerId, StageEntrance] = {}
         self.members: dict[PeerId, Membership] = {}

@@ -300,6 +300,11 @@ def test_stages_round_trip_and_describe_each_stage() -> None:
     assert [manifest.scope(stage) for stage in (0, 1)] == ["run/stage/0", "run/stage/1"] and MANIFEST.scope(0) == "run"
     assert manifest.elements_of(1) == (MANIFEST.elements[0] - 5,) and MANIFEST.elements_of(0) == MANIFEST.elements
     assert manifest.root_of(1) == bytes(32) and MANIFEST.root_of(0) == MANIFEST.state_root
+    assert manifest.costs == (1.0, 1.0) and b"cost" not in manifest.encode()
+    uneven = staged(stages=(replace(manifest.stages[0], cost=0.25), manifest.stages[1]))  # type: ignore[index]
+    assert opened(seal(uneven, FOUNDER)).costs == (0.25, 1.0)
+    with pytest.raises(ValueError, match="cost"):
+        replace(manifest.stages[0], cost=0.0)  # type: ignore[index]
     with pytest.raises(ManifestError, match="on this machine the model has"):
         manifest.require_layout(LAYOUT, 1)
 

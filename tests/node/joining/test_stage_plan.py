@@ -32,6 +32,8 @@ def test_plan_describes_what_every_peer_of_a_stage_builds() -> None:
     for stage, entry in enumerate(made.entries):
         flat = flatten(GptStage(GPT.shape, made.bounds[stage], made.bounds[stage + 1], CONFIG.seed))
         assert len(flat.vector) == made.elements[stage] and layout_digest(flat.layout) == entry.layout
+    costs = [entry.cost or 0.0 for entry in made.entries]
+    assert sorted(costs)[0] >= 0.5 and max(costs) == 1.0, "blocks that each took as long, one or two in a stage"
     assert plan(replace(CONFIG, seed=6)).entries[0].state_root != made.entries[0].state_root
 
 

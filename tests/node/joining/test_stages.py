@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from node.joining.stages import FOUNDER_SECONDS, SEAT_SECONDS, UPDATE, StageAssigner
+from node.joining.stages import FOUNDER_SECONDS, INTENT_SECONDS, SEAT_SECONDS, UPDATE, StageAssigner
 from node.membership.hello import (
     ANY_STAGE,
     NO_STAGE,
+    UNPLACED,
     VERSION,
     Hello,
     StageRejected,
@@ -23,7 +24,10 @@ from node.membership.hello import (
     WantStage,
     WantStageBefore,
 )
+from node.membership.peer_record import NOTHING_SAID, PeerRecord
 from node.membership.seats import Seats, seat_of, seats_of, seats_to_bytes
+from node.outer.activity import Activity
+from protocols.aio import loop_time
 from protocols.base import BadPayload, Member, PeerGone, Transport
 from tests.sim.host import SimSigner
 from tests.support.simulated import on_virtual_time
@@ -31,7 +35,7 @@ from tests.support.variants import variants
 
 FOUNDER = Member("founder")
 STAGES = 3
-MANIFEST: Any = SimpleNamespace(stages=(None,) * STAGES, run_id=bytes(32).hex(), founder=FOUNDER)
+MANIFEST: Any = SimpleNamespace(stages=(None,) * STAGES, costs=(1.0,) * STAGES, run_id=bytes(32).hex(), founder=FOUNDER)
 
 
 def give(seats: Seats, stage: int, member: Member, by: StageSeat | None = None) -> StageSeat:
@@ -60,6 +64,7 @@ class Peers:
             contact=lambda peer: next((each for each in self.here if each.peer == peer), None),
             live=lambda: (me, *(each.member for each in self.here if each.live)),
             stage_of=lambda peer: 0,
+            pulse=lambda: NOTHING_SAID,
         )
         has_begun = lambda: self.has_begun  # noqa: E731
         transport = cast("Transport", self)  # of which it only opens streams
@@ -69,10 +74,8 @@ class Peers:
         raise PeerGone(peer, "it sleeps")
 
     def meet(self, name: str, stage: int, rate: float = 0.0, seats: tuple[StageSeat, ...] = ()) -> None:
-        hello, said = SimpleNamespace(seats=seats), SimpleNamespace(rate=rate)
-        self.here.append(
-            SimpleNamespace(peer=name, member=Member(name), stage=stage, said=said, hello=hello, live=True, lost_at=0.0)
-        )
+        said = replace(NOTHING_SAID, rate=rate)
+        self.here.append(PeerRecord(name, hello=greeting(name, stage, *seats), said=said, live=True))
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
         await asyncio.sleep(0.1)
@@ -184,6 +187,29 @@ async def test_weakest_stage_gets_the_next_joiner() -> None:
     assert await founder.stage("f") == 0
     await asyncio.sleep(70.0)
     assert await founder.stage("g") == 0, "d, e and f never came"
+
+
+@on_virtual_time
+async def test_joiner_is_placed_by_who_works_and_where_they_go() -> None:
+    founder = Peers()
+    for name, stage in (("a", 1), ("b", 2), ("c", 0), ("d", 2)):
+        await founder.stage(name, stage)
+        founder.meet(name, stage, 2.0)
+    await asyncio.sleep(70.0)
+    assert await founder.stage("e") == 1
+    await asyncio.sleep(70.0)
+    said = founder.here[3].said
+    founder.here[3].said = replace(said, idle=Activity.REST)
+    founder.meet("f", 1, 2.0)
+    assert await founder.stage("g") == 2, "d rests, and computes nothing for its stage"
+    await asyncio.sleep(70.0)
+    founder.here[3].hear(replace(said, placement=(replace(UNPLACED, moving=0),)), loop_time())
+    founder.here[4].hear(replace(said, placement=(replace(UNPLACED, moving=2),)), loop_time())
+    assert await founder.stage("h") == 1, "f is about to leave it"
+    await asyncio.sleep(INTENT_SECONDS)
+    founder.meet("i", 0, 2.0)
+    founder.meet("j", 2, 2.0)
+    assert await founder.stage("k") == 1, "f has not gone for so long that it counts in stage 1 again"
 
 
 def signer(name: str) -> Seats:
