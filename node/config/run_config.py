@@ -145,6 +145,11 @@ class RunConfig:
     gradients: Annotated[str | None, AfterValidator(_known_activations)] = described(
         "How the gradients of activations travel between stages. Default: as activations.", None
     )
+    rebalance: bool | None = described(
+        "Only for stages: whether peers move to the stage that needs them most, by themselves. Those with --stage, and "
+        "those that were moved by hand, stay. left out: they do not move.",
+        None,
+    )
     fork: Literal["allowed", "never"] = described(
         "Whether a minority may go on alone once the majority of the roster is gone for long; butterfly only.",
         "allowed",
@@ -201,7 +206,7 @@ class RunConfig:
     def _check_stages(self) -> None:
         stages = self.stages
         if stages == 1:
-            given = [name for name in ("activations", "gradients") if getattr(self, name) is not None]
+            given = [name for name in ("activations", "gradients", "rebalance") if getattr(self, name) is not None]
             given += ["recipe.lookahead"] * (self.recipe.lookahead is not None)
             if given:
                 raise ValueError(f"{given[0]} is for runs with stages: give stages, too, or leave it out")

@@ -77,7 +77,7 @@ def best(found: Sequence[Outlook]) -> Outlook | None:
 def _whole(config: RunConfig) -> RunConfig:
     """The same run without stages."""
     recipe = replace(config.recipe, lookahead=None)
-    return replace(config, stages=1, activations=None, gradients=None, recipe=recipe)
+    return replace(config, stages=1, activations=None, gradients=None, rebalance=None, recipe=recipe)
 
 
 def _workload(config: RunConfig, blocks: Sequence[BlockCost]) -> Workload:

@@ -16,7 +16,7 @@ from node.doctor.dial_back import PortProber
 from node.joining import resume
 from node.joining.addresses_file import keep_addresses_file
 from node.joining.bootstrap import BootstrapServer, RunInfo, add_candidates, ask_summary, reach
-from node.joining.stages import StageAssigner
+from node.joining.stages import StageAssigner, placements
 from node.machine.monitor import MachineMonitor, SleepGuard
 from node.membership.handshake import LocalPeer, LocalStage
 from node.membership.hello import UNPLACED
@@ -37,7 +37,7 @@ from node.session.discovery import discover
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance
-from node.session.stage_mover import MoveRefused, StageMover
+from node.session.stage_mover import MoveRefused, Rebalancer, StageMover
 from node.session.status_tracker import StatusTracker
 from node.storage.buffers import ScratchSpace
 from node.storage.certificate_log import spool
@@ -100,7 +100,7 @@ async def open_session(
     stage = LocalStage(entrance.line, entrance.seats, has_begun) if entrance else None
     if stage:
         arrived = max(1, start.chain.trained) if peer.has_moved else 0
-        stage.placement = replace(UNPLACED, pinned=config.stage is not None, arrived=arrived)
+        stage.placement = replace(UNPLACED, pinned=config.stage is not None or peer.is_placed, arrived=arrived)
         stage.shown(peer.me.peer)  # so a seat that was used is final before others show theirs
     membership = _membership(peer, history, stage, unanswered, on_fatal)
     async with (
@@ -212,6 +212,8 @@ async def open_session(
         ]
         if entrance and assigner:
             mover = _mover(peer, entrance, everyone, membership, session=session, loop=loop, has_begun=has_begun)
+            if run.rebalance:
+                beside.append(_rebalancer(peer, mover, entrance, membership, lambda: start.chain.trained).run())
             beside += [mover.run(), _keep_stage(entrance, assigner, has_begun, config.stage, on_lost)]
         if config.addresses_file:
             beside.append(keep_addresses_file(config.addresses_file, tracker.addresses, peer.files, view.say))
@@ -249,7 +251,11 @@ def _mover(
         except (StateUnavailable, StateError) as error:
             raise MoveRefused(str(error)) from None
 
-    peer.tracker.mover = StageMover(
+    def leave(target: int) -> None:
+        peer.is_placed = peer.is_placed or mover.is_by_hand
+        session.leave(target)
+
+    peer.tracker.mover = mover = StageMover(
         peer.me,
         entrance.seat.stage,
         seats=entrance.seats,
@@ -257,10 +263,17 @@ def _mover(
         roster=lambda: loop.chain.head.roster,
         is_busy=is_busy,
         fetch=fetch,
-        leave=session.leave,
+        leave=leave,
         say=peer.view.say,
     )
-    return peer.tracker.mover
+    return mover
+
+
+def _rebalancer(
+    peer: PeerProcesses, mover: StageMover, entrance: StageEntrance, membership: Membership, trained: Callable[[], int]
+) -> Rebalancer:
+    view = lambda: placements(entrance.seats, membership, peer.me.peer, trained(), {})  # noqa: E731
+    return Rebalancer(peer.me.peer, mover, view=view, say=peer.view.say)
 
 
 def _evaluated(journal: Journal, tracker: StatusTracker, view: EventFeed, evaluation: RoundEvaluation) -> None:

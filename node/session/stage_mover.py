@@ -14,17 +14,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING
 
 from node.membership.hello import STAYS, Heartbeat
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
 from node.membership.seats import Seats
 from protocols.aio import loop_time
-from protocols.base import Member
+from protocols.base import Member, PeerId
+
+if TYPE_CHECKING:
+    from protocols.pipeline.balance import Placements
 
 CONFIRM_SECONDS = 30.0
 """Longest time to wait for a member that stays, once the other stage's state is here."""
-LOOK_SECONDS = 0.25
+INTENT_SECONDS = 3.0
+"""From the announcement of a move that no user asked for: by then the others' announcements are here."""
+LOOK_SECONDS, PAUSE_SECONDS = 0.25, 60.0
 
 
 class MoveRefused(ValueError):
@@ -59,16 +65,20 @@ class StageMover:
         self._roster, self._is_busy, self._fetch, self._leave, self._say = roster, is_busy, fetch, leave, say
         self.target: int | None = None  # of the move under way
         self.phase = self.problem = ""
+        self._still: Callable[[], bool] | None = None
         self._asked = asyncio.Event()
 
     # -- what is asked for --------------------------------------------------------------------------------------------
 
-    def request(self, target: int) -> str:
-        """Begin a move; returns a line for the user. Raises `MoveRefused`, which changes nothing."""
+    def request(self, target: int, still: Callable[[], bool] | None = None) -> str:
+        """Begin a move; returns a line for the user. Raises `MoveRefused`, which changes nothing.
+
+        `still` is of a move that no user asked for: whether it is still worth while, now that others know of it.
+        """
         self._require(target)
         if self.target is not None:
             raise MoveRefused(f"a move to stage {self.target} is under way: wait for its end")
-        self.target, self.problem = target, ""
+        self.target, self.problem, self._still = target, "", still
         self.phase = f"the state of stage {target} is fetched; training continues meanwhile"
         self._asked.set()
         return f"moving to stage {target}: its state is fetched first, and training continues meanwhile"
@@ -100,6 +110,11 @@ class StageMover:
     def _stays(self, other: PeerRecord) -> bool:
         return not (other.said.leaving or _moves(other.said))
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether a user asked for the move under way."""
+        return self._still is None
+
     # -- the move -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -121,11 +136,19 @@ class StageMover:
     async def _move(self, target: int) -> None:
         self._membership.announce_placement(target)
         announced_at = loop_time()
+        if self._still:
+            await asyncio.sleep(INTENT_SECONDS)
+        self._require_gain()
         await self._fetch(target)
         self.phase = f"its state is here; another member of stage {self._stage} has yet to say that it stays"
         await self._confirmed(announced_at)
         self._require(target)
+        self._require_gain()
         self._leave(target)
+
+    def _require_gain(self) -> None:
+        if self._still and not self._still():
+            raise MoveRefused("another peer moves first, or the move gains too little now")
 
     async def _confirmed(self, announced_at: float) -> None:
         """Wait until another member stays, as it has said since it heard of this move."""
@@ -143,3 +166,47 @@ class StageMover:
 
     def _rank(self, peer: str) -> bytes:
         return hashlib.sha256(f"{self._stage} {peer}".encode()).digest()
+
+
+class Rebalancer:
+    """Moves a peer to the stage that needs it most, by the rule of `protocols.pipeline.balance`.
+
+    It looks once in a round, and not more often than each minute. If the plan that follows from its view begins with
+    its own move, it announces that, and looks again once it has heard the others, and before it leaves: of two such
+    moves from or to one stage one is given up. `view` is what this peer sees now; its round is the last decided one.
+    """
+
+    def __init__(
+        self, me: PeerId, mover: StageMover, *, view: Callable[[], Placements], say: Callable[[str], None]
+    ) -> None:
+        self._me, self._mover, self._view, self._say = me, mover, view, say
+
+    async def run(self) -> None:
+        """Look for a move for ever. `StageMover.run` carries it out, and ends the session."""
+        last = self._view().round
+        while True:
+            await asyncio.sleep(PAUSE_SECONDS)
+            view = self._view()
+            if view.round > last:
+                last = view.round
+                self.consider(view)
+
+    def consider(self, view: Placements) -> None:
+        """Ask for this peer's move, if the plan begins with it."""
+        from protocols.pipeline.balance import plan_moves  # only runs with stages load its code
+
+        plan = plan_moves(view)
+        mine = next((each for each in plan.moves if each.peer == self._me), None)
+        if mine is None:
+            return
+        try:
+            self._mover.request(mine.target, self._still)
+        except MoveRefused:
+            return  # it pauses, leaves, or is the last member of its stage's roster: the others' plans go on without it
+        gain = f"{plan.before:.3g} to {plan.after:.3g} microbatches/s"
+        self._say(f"stage {mine.target} needs this peer more: the slowest stage is to come from {gain}")
+
+    def _still(self) -> bool:
+        from protocols.pipeline.balance import may_go_on
+
+        return may_go_on(self._view(), self._me)

@@ -17,10 +17,10 @@ import json
 import time
 from collections.abc import Iterator
 
-from node.joining.stages import ask_seats
+from node.joining.stages import ask_seats, placements
 from node.membership.membership import Membership
 from node.membership.seats import seat_to_bytes
-from node.session.stage_mover import MoveRefused, StageMover
+from node.session.stage_mover import MoveRefused, Rebalancer, StageMover
 from protocols.aio import loop_time
 from protocols.base import Member, PeerError, PeerId
 from tests.sim.arguments import Parser, at_least_one
@@ -35,15 +35,22 @@ FETCH_REQUESTS, FETCH_SECONDS = 4, 0.5
 ROUND_SECONDS = 2.0  # until a leaving peer's round has ended
 BEGUN_SECONDS, MOVED_SECONDS, SETTLED_SECONDS = 90.0, 40.0, 20.0
 AWAY_SECONDS = 10.0
+RULE_ROUND_SECONDS, BALANCED_SECONDS = 30.0, 300.0
 ROUND_STRIDE = 5  # of the messages of a move with rounds: most of them are of microbatches
 
 
 class MovingWorld(FoundingWorld):
-    """Four peers in three stages, two of them in stage 0. `dies_at`: the mover's message, counted from its request."""
+    """Peers in three stages, all but two of them in stage 0.
 
-    def __init__(self, dies_at: int = 0) -> None:
-        super().__init__()
-        self.strikes_at, self.wanted = dies_at, {"p1": 1, "p2": 2, MOVER: 0}
+    Args:
+        dies_at: the mover's message, counted from its request.
+        rebalances: whether peers move by the rule.
+    """
+
+    def __init__(self, dies_at: int = 0, joiners: int = 3, rebalances: bool = False) -> None:
+        super().__init__(joiners=joiners)
+        self.strikes_at, self.rebalances = dies_at, rebalances
+        self.wanted = {peer: number if number < self.stages else 0 for number, peer in enumerate(self.peers)}
         self.movers: dict[PeerId, StageMover] = {}
         self.wrong: list[Violation] = []
         self.asked_at: int | None = None  # messages of the mover when it was asked
@@ -87,15 +94,24 @@ class MovingWorld(FoundingWorld):
             say=lambda line: None,
         )
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(mover.run())
+            running = [group.create_task(mover.run())]
+            if self.rebalances:
+                view = lambda: placements(entrance.seats, membership, peer, self.round(), {})  # noqa: E731
+                rebalancer = Rebalancer(peer, mover, view=view, say=lambda line: None)
+                running.append(group.create_task(rebalancer.run()))
             to = await target
-            running.cancel()
+            for each in running:
+                each.cancel()
         await asyncio.sleep(ROUND_SECONDS)
         disk = self.disks[peer]
         await disk.run(lambda: disk.enter_stage(to, disk.kept[f"stage {to}"]), 0)
         self.moves += 1
         asyncio.get_running_loop().call_soon(self._again, peer)
         await asyncio.sleep(1.0)
+
+    def round(self) -> int:
+        """The training round that has ended last."""
+        return int(self.now / RULE_ROUND_SECONDS)
 
     async def _fetch(self, peer: PeerId, membership: Membership, stage: int) -> None:
         entrance, disk = self.entrances[peer], self.disks[peer]
@@ -139,6 +155,20 @@ class MovingWorld(FoundingWorld):
         self.judge({PARTNER})
         self.end()
 
+    async def balance(self) -> None:
+        """Peers move by the rule until the stages are equal, and then no more."""
+        await self.arrive()
+        await look(
+            lambda: sorted(self.stage_of(peer) for peer in self.entrances) == [0, 0, 1, 1, 2, 2],
+            MOVED_SECONDS + BALANCED_SECONDS,
+        )
+        moves = self.moves
+        await asyncio.sleep(BALANCED_SECONDS)
+        stages = sorted(self.stage_of(peer) for peer in self.peers)
+        if stages != [0, 0, 1, 1, 2, 2] or self.moves != moves:
+            self.wrong.append(Violation("balance", "", 0, f"stages {stages} after {moves} and {self.moves} moves"))
+        self.end()
+
     async def cross(self, delay_seconds: float) -> None:
         """Both peers of a stage are asked to leave it, the second one a moment later."""
         await self.begun()
@@ -172,6 +202,12 @@ def play(dies_at: int = 0) -> MovingWorld:
     world.play(world.move)
     if dies_at and not world.struck:
         world.wrong.append(Violation("missed", MOVER, 0, "the move has fewer messages"))
+    return world
+
+
+def balance() -> MovingWorld:
+    world = MovingWorld(joiners=5, rebalances=True)
+    world.play(world.balance)
     return world
 
 

@@ -360,6 +360,7 @@ WIDE = {"recipe.batches": 64, "gpt.rows": 128, "gpt.width": 256}
         ({"stages": 2, "activations": "int4"}, "must be one of bf16, fp32, int8"),
         ({"gradients": "fp32"}, "gradients is for runs with stages"),
         ({"activations": "fp32"}, "activations is for runs with stages"),
+        ({"rebalance": True}, "rebalance is for runs with stages: give stages, too, or leave it out"),
         ({"recipe.lookahead": 8}, "recipe.lookahead is for runs with stages: give stages, too, or leave it out"),
         ({"stages": 2, "recipe.lookahead": -1}, "lookahead must be between 0 and 64, not -1"),
         ({"stages": 2, **WIDE, "recipe.lookahead": 1}, "65 microbatches would take 1040 MiB"),

@@ -6,7 +6,7 @@ import pytest
 
 from node.session.stage_mover import StageMover
 from tests.sim import moving
-from tests.sim.moving import MOVER, cross, messages, play
+from tests.sim.moving import MOVER, balance, cross, messages, play
 from tests.support.long import long
 
 
@@ -21,6 +21,12 @@ def test_mover_that_dies_comes_back_in_a_stage(dies_at: int) -> None:
 def test_two_peers_of_a_stage_do_not_empty_it(delay_seconds: float) -> None:
     world = cross(delay_seconds)
     assert not world.wrong and world.moves == 1
+
+
+def test_stages_are_balanced_by_the_rule() -> None:
+    """From four, one and one peers to two in each stage, by two moves, and no more for minutes."""
+    world = balance()
+    assert not world.wrong and world.moves == 2
 
 
 async def _confirmed(self: StageMover, announced_at: float) -> None:
