@@ -122,7 +122,7 @@ class DhtDirectory:
             except DaemonError:
                 return  # the transport is closed
             except LINK_ERRORS as error:
-                log.warning("cannot run the DHT node (%s); trying again", error or type(error).__name__)
+                log.warning("cannot run the DHT node (%s); trying again", str(error) or type(error).__name__)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _serve(self, node: Node, link: DaemonConnection) -> None:
@@ -174,6 +174,6 @@ def _content(packed: bytes) -> bytes:
 
 def _result(task: asyncio.Task[T]) -> T | None:
     if error := task.exception():
-        log.warning("a DHT request failed: %s", error or type(error).__name__)
+        log.warning("a DHT request failed: %s", str(error) or type(error).__name__)
         return None
     return task.result()

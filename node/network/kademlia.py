@@ -29,7 +29,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p import P2PContext, P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -265,6 +265,8 @@ async def running_node(
     protocol.prepare(records, judge, refuse)
     try:
         async with asyncio.timeout(_DAEMON_SECONDS):
+            with suppress(P2PDaemonError):  # there are none, unless p2pd was too slow for an earlier node
+                await protocol.remove_p2p_handlers(link.client)
             await protocol.add_p2p_handlers(link.client)
         yield Node(node)
     finally:

@@ -317,7 +317,7 @@ class LibP2PTransport:
                 raise PortTaken(taken) from None
             raise
         except LINK_ERRORS as error:
-            raise DaemonError(f"p2pd started but does not answer: {error or type(error).__name__}") from error
+            raise DaemonError(f"p2pd started but does not answer: {str(error) or type(error).__name__}") from error
         for address in self._unserved(self._wanted_listen, link):
             log.warning("not listening on %s: the port is taken, or this machine has no such interface", address)
         return link
@@ -367,7 +367,7 @@ class LibP2PTransport:
                 listen = self.listening if attempt <= _KEPT_PORT_ATTEMPTS else self._wanted_listen
                 return await self._launch(listen, private)
             except (DaemonError, *LINK_ERRORS) as error:
-                log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
+                log.warning("p2pd does not start (attempt %d): %s", attempt, str(error) or type(error).__name__)
 
     async def _redial(self, link: DaemonConnection) -> None:
         """Connect again to the known peers. That ends libp2p's backoff at peers that could not reach this one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance, require_stage
 from node.storage.statedir import StateDir, StateError, read_stage
 from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
+from protocols.base import PeerId
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
 if TYPE_CHECKING:  # only a peer with --own-loop loads it
@@ -286,7 +287,7 @@ class Peer:
             await entrance.found(processes.me)
         elif not kept:
             self._tracker.set_state("joining", "asking which stage this peer works in")
-            await entrance.enter(processes.me, wanted, processes.transport, processes.bootstrap.met, self._say)
+            await entrance.enter(processes.me, wanted, processes.transport, self._askable, self._say)
         stage = entrance.seat.stage
         if wanted not in (None, stage):
             self._say(f"--stage {wanted} is not followed: this peer was moved to stage {stage}, and stays there")
@@ -295,6 +296,12 @@ class Peer:
             self._say(f"this peer is in stage {stage} (of 0 to {len(manifest.stages) - 1}){why}")
         self._tracker.stage = stage
         return entrance
+
+    def _askable(self) -> Collection[PeerId]:
+        """Peers that answered, and those of the given addresses: the run was found before these served anything."""
+        bootstrap = self._processes.bootstrap
+        given = (address.rpartition("/p2p/")[2] for address in self._selector.given(bootstrap))
+        return {**dict.fromkeys(bootstrap.met), **dict.fromkeys(given)}.keys()
 
     def _announce_run(self, manifest: Manifest) -> None:
         """Tell the user how others join the new run."""

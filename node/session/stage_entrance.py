@@ -115,21 +115,21 @@ class StageEntrance:
         me: Member,
         wanted: int | None,
         transport: Transport,
-        peers: Collection[PeerId],
+        peers: Callable[[], Collection[PeerId]],
         say: Callable[[str], None],
     ) -> None:
         """Ask other peers, of whom more may be met meanwhile, for a stage until one gives it, and save it."""
         request = WantStage(VERSION, me, ANY_STAGE if wanted is None else wanted)
-        told = ""
+        told: dict[PeerId, str] = {}
         while True:
-            for peer in tuple(peers):
+            for peer in tuple(peers()):
                 try:
                     answer = await ask_stage(transport, peer, request, loop_time() + ASK_SECONDS)
                     stage = self._stage(answer, wanted)
                 except (PeerError, BadPayload) as error:
-                    if str(error) != told:
+                    if str(error) != told.get(peer):
                         say(f"no stage yet: {error} (retrying)")
-                    told = str(error)
+                    told[peer] = str(error)
                 else:
                     return await self._take(stage)
             await asyncio.sleep(PAUSE_SECONDS)

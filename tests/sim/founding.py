@@ -138,7 +138,7 @@ class FoundingWorld(SimSwarm):
             await entrance.found(me)
         elif not entrance.kept(None):
             others = [each for each in self.peers if each != peer]
-            await entrance.enter(me, self.wanted.get(peer), transport, others, lambda line: None)
+            await entrance.enter(me, self.wanted.get(peer), transport, lambda: others, lambda line: None)
         await asyncio.sleep(START_SECONDS)
         has_begun = lambda: disk.has_begun  # noqa: E731
         stage = LocalStage(entrance.line, entrance.seats, has_begun)
