@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +55,7 @@ class DaemonConnection:
         self.is_renewed = False  # p2pd was ended to be started again
         self.daemon = daemon
         self._control = control
+        self._late: set[asyncio.Task[None]] = set()  # calls of hivemind's, some of which nobody awaits any more
 
     @classmethod
     async def start(
@@ -94,6 +95,23 @@ class DaemonConnection:
 
         await self.client.add_binary_stream_handler(_PROTOCOL, take)
         await self._look()
+
+    async def call(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
+        """Await a call of hivemind's, which has no time limit. After so many seconds it goes on, and TimeoutError is
+        raised.
+
+        Cancelled, it would be the last one: at the answer to a cancelled call, hivemind's reader of answers ends.
+        """
+        task = asyncio.create_task(work)
+        self._late.add(task)
+        task.add_done_callback(self._ended)
+        async with asyncio.timeout(seconds):
+            await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever still waited has it
 
     async def stream(self, peer: PeerId, seconds: int) -> tuple[SocketPipe, str]:
         """Also returns the peer's multiaddr."""
@@ -187,7 +205,7 @@ class DaemonConnection:
         if self.client is not None:
             control = self.client._client.control
             tasks = [self.client._listen_task, control._read_task, control._write_task]
-            running = [task for task in (*tasks, *control._handler_tasks.values()) if task]
+            running = [task for task in (*tasks, *control._handler_tasks.values(), *self._late) if task]
             await self.client.shutdown()
             for task in running:
                 task.cancel()

@@ -264,10 +264,9 @@ async def running_node(
     )
     protocol.prepare(records, judge, refuse)
     try:
-        async with asyncio.timeout(_DAEMON_SECONDS):
-            with suppress(P2PDaemonError):  # there are none, unless p2pd was too slow for an earlier node
-                await protocol.remove_p2p_handlers(link.client)
-            await protocol.add_p2p_handlers(link.client)
+        with suppress(P2PDaemonError):  # there are none, unless p2pd was too slow for an earlier node
+            await link.call(protocol.remove_p2p_handlers(link.client), _DAEMON_SECONDS)
+        await link.call(protocol.add_p2p_handlers(link.client), _DAEMON_SECONDS)
         yield Node(node)
     finally:
         await _stop(node, protocol.tasks, link)
@@ -276,8 +275,7 @@ async def running_node(
 async def _stop(node: DHTNode, tasks: Collection[asyncio.Task[Any]], link: DaemonConnection) -> None:
     try:
         if not link.gone.is_set():
-            async with asyncio.timeout(_DAEMON_SECONDS):
-                await node.shutdown()
+            await link.call(node.shutdown(), _DAEMON_SECONDS)
     except LINK_ERRORS:
         pass  # p2pd forgets the node when it ends
     finally:
