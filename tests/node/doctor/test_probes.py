@@ -274,7 +274,8 @@ async def test_examination_is_begun_once_and_polled(tmp_path: Path) -> None:
 
     async with DoctorService(begin) as examiner:
         unused: Any = None
-        command = partial(carry_out, finish=unused, pauses=unused, limits=unused, swarm=unused, doctor=examiner.ask)
+        others = {"finish": unused, "pauses": unused, "limits": unused, "swarm": unused, "move": unused}
+        command = partial(carry_out, doctor=examiner.ask, **others)
         async with ControlServer(tmp_path, lambda: STATUS, command):
 
             async def asks(number: int | None, address: str = "") -> dict[str, Any]:
