@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-# Four real peers on this machine learn together, before one's eyes: under four minutes on two cores.
+# Four real peers on this machine learn together, before one's eyes: five minutes on two cores.
 swarm: install
 	$(BIN)/python -m node swarm --peers 4 --rounds 14
 
@@ -50,7 +50,7 @@ test: ready
 	$(PYTEST)
 
 # Many seeds of every fault, every crash point, the vote by itself, and a large swarm; then the long tests, of which
-# `make test` plays a sample: a quarter of an hour on two cores. The parts run two at a time, the longest first.
+# `make test` plays a sample: three quarters of an hour on two cores. The parts run two at a time, the longest first.
 SIM_CRASHES := $(addprefix sim-at-every-message-,crash silence one-way stall)
 SIM_OVERLAPS := $(addprefix sim-overlap-at-every-message-,crash silence one-way stall)
 SIM_PAUSES := $(addprefix sim-pauses-,butterfly push_sum data_parallel ring parameter_server parameter_server_async)

@@ -39,8 +39,8 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE.toml",
-            help="The peers' machines: a table [[peers]] for each kind, with count, speed (this machine is 1), upload, "
-            "download and memory; and latency_seconds.",
+            help="The peers' machines: a table \\[\\[peers]] for each kind, with count, speed (this machine is 1), "
+            "upload, download and memory; and latency_seconds.",
             show_default=False,
             parser=options.path,
         ),
@@ -114,8 +114,10 @@ def _equal(
 
 
 def _command(taken: Outlook, run: Path | None, stages: int) -> str:
-    """What starts such a run, of a file that says so many stages."""
+    """What starts such a run. `stages` are those of its file."""
     line = typed("join") + (f" --run {shlex.quote(str(run))}" if run else "")
     if taken.stages != stages:
         line += f" --stages {taken.stages}"
-    return f'{line}, with overlap = "keep" in [recipe] of the run file' if taken.overlaps else line
+    if not taken.overlaps:
+        return line
+    return f"{line} --bandwidth MB/S\nwith its upload: the founder then chooses whether rounds overlap, and how"
