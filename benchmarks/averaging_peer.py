@@ -58,6 +58,8 @@ from protocols.vectors.views import norm
 
 RUN = hashlib.sha256(b"benchmarks.averaging").digest()
 ROOT = bytes(32)  # no peer keeps an outer state
+TRAINED_SECONDS = 60.0
+"""How long before its round each peer says to have begun: by that the members judge how long to wait for a late one."""
 PROBE_ELEMENTS = 1 << 12
 LAG_STEP_SECONDS = 0.005
 MOVE = "starling/benchmark/move/1"
@@ -187,12 +189,14 @@ class Peer:
         work = LocalProgress(
             tokens=self.setup.tokens(self.setup.rank), loss=0.0, seconds=1.0, norm=self._norm, complete=True
         )
-        deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds
+        now = asyncio.get_running_loop().time()
         lag = Lag()
-        async with self._averager.enter(self._chain.head, deadline) as session:
+        entered = self._averager.enter(self._chain.head, now + self.setup.deadline_seconds, now - TRAINED_SECONDS)
+        async with entered as session:
+            offered = time.monotonic()
             session.offer(work)
             await session.cut.wait()
-            await self.on_cut()
+            say(event="cut")
             async with lag.watched(), self._marking(mark):
                 began = time.monotonic()
                 mean = await session.average([self._mine], work, [self._into])
@@ -205,6 +209,7 @@ class Peer:
             "outcome": str(mean.outcome),
             "lineage": self._chain.head.key.lineage.hex(),
             "roster": [member.peer for member in self._chain.head.roster],
+            "offered": offered,
             "began": began,
             "ended": ended,
             "sent": mean.bytes_sent,
@@ -213,10 +218,6 @@ class Peer:
             "contributions": {peer: (each.chunks_counted, each.chunks) for peer, each in mean.contributions.items()},
             **lag.report(),
         }
-
-    async def on_cut(self) -> None:
-        """The group is known, and the data phase begins when this returns."""
-        say(event="cut")
 
     @asynccontextmanager
     async def _marking(self, share: float | None) -> AsyncIterator[None]:

@@ -1,16 +1,14 @@
-"""One of our peers: `benchmarks.averaging_peer`, with the forming of the group and the data phase as two commands.
+"""One of our peers: `benchmarks.averaging_peer`, for vectors that all systems share.
 
-`form` enters the round, offers this peer's work and waits until the round is called. `average` is the data phase and
-the vote, until this peer holds the mean.
+`average` is a whole round: the offers, the call, the data phase and the vote, until this peer holds the mean. Nothing
+waits for the benchmark in between, because the times within which the members expect each other run from the call.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import sys
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -30,8 +28,6 @@ class NotCommittedError(Exception):
 class OursPeer(Peer):
     """This process."""
 
-    _round: asyncio.Task[dict[str, Any]] | None = None
-
     async def make(self, round: int) -> dict[str, Any]:
         def read() -> None:
             vectors.load(self.setup, self._mine)
@@ -42,24 +38,10 @@ class OursPeer(Peer):
         return {}
 
     async def form(self, round: int) -> dict[str, Any]:
-        began = time.monotonic()
-        self._called, self._go = asyncio.Event(), asyncio.Event()
-        self._round = asyncio.create_task(super().average(round))
-        called = asyncio.create_task(self._called.wait())
-        await asyncio.wait({self._round, called}, return_when=asyncio.FIRST_COMPLETED)
-        if self._round.done():
-            called.cancel()
-            await self._round  # it failed
-        return {"began": began, "ended": time.monotonic()}
-
-    async def on_cut(self) -> None:
-        self._called.set()
-        await self._go.wait()
+        return {}
 
     async def average(self, round: int, mark: float | None = None) -> dict[str, Any]:
-        assert self._round is not None
-        self._go.set()
-        answer = await self._round
+        answer = await super().average(round, mark)
         if answer["outcome"] != Outcome.COMMITTED:
             raise NotCommittedError(f"round {round}: {answer['outcome']}; blamed: {answer['blamed']}")
         return answer

@@ -167,6 +167,8 @@ class Player:
             checks = await self._swarm.all("check")
         except SwarmError as error:
             raise SwarmError(f"{self.system.name}, round {number}: {error}") from error
+        if "offered" in averaged[0]:  # ours form the group within the round
+            formed = [{"began": each["offered"], "ended": each["began"]} for each in averaged]
         seconds, forming = span_seconds(averaged), span_seconds(formed) if "began" in formed[0] else None
         worst, same, right = judged(self.system, checks)
         strayed = self.system.path == "direct" and usage.p2pd_bytes > CONTROL_BYTES * len(checks)

@@ -114,8 +114,9 @@ SMALL = ["--peers", "2", "--megabytes", "0.4", "--rounds", "2"]
 def test_real_systems_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes on the wire are bounded below only: other tests may use the loopback meanwhile."""
     plot = tmp_path / "peers.png"
-    assert main([*SMALL, "--systems", "*-floor", "ours-fp32-libp2p", "--out", str(plot)]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    code, said = main([*SMALL, "--systems", "*-floor", "ours-fp32-libp2p", "--out", str(plot)]), capsys.readouterr()
+    assert code == 0, said.err
+    found = json.loads(said.out.splitlines()[-1])
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows: dict[str, dict[str, Any]] = {each["system"]: each for each in found["cells"][0]["rows"]}
     assert list(rows) == ["tcp-floor", "encrypted-floor", "p2pd-floor", "ours-fp32-libp2p"]
@@ -161,7 +162,9 @@ def test_vectors_through_p2pd_are_not_the_direct_path(
 
     monkeypatch.setattr(rounds, "Swarm", Strayed)
     assert main([*SMALL, "--systems", "ours-fp32-direct", "--out", str(tmp_path / "plot.png")]) == 1
-    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["ok"]
+    said = capsys.readouterr()
+    assert said.out, said.err
+    assert not json.loads(said.out.splitlines()[-1])["ok"]
 
 
 @pytest.mark.real
