@@ -74,6 +74,13 @@ def best(found: Sequence[Outlook]) -> Outlook | None:
     return next((each for each in found if each.tokens_per_second > (1 - CLOSE) * most), None)
 
 
+def busy_share(config: RunConfig, blocks: tuple[BlockCost, ...], machines: PlannedSwarm) -> float:
+    """The share of their time that machines are expected to compute, in a run with stages of these blocks."""
+    work = _workload(config, blocks)
+    most = sum(each.speed for each in machines.peers) * work.step_tokens / work.step_seconds
+    return pipeline(work, _pipeline(config, blocks), config.stages, machines).tokens_per_second / most
+
+
 def _whole(config: RunConfig) -> RunConfig:
     """The same run without stages."""
     recipe = replace(config.recipe, lookahead=None)

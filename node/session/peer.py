@@ -246,8 +246,9 @@ class Peer:
         if config.stages > 1:
             from node.joining.stage_plan import plan_stages
 
-            plan = await processes.compute.run(partial(plan_stages, config, monotonic_seconds), 1 << 30)
-            for line in (*plan.table.splitlines(), *plan.advice(config)):
+            planned = partial(plan_stages, config, self._config.claim_bytes_per_second, monotonic_seconds)
+            plan = await processes.compute.run(planned, 1 << 30)
+            for line in plan.lines:
                 self._say(line)
         config = await self._with_overlap(config)
         me, identity = processes.me, self._state.identity

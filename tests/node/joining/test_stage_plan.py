@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
-
 from node.config.manifest import layout_digest
 from node.config.run_config import RunConfig
 from node.config.task_tables import GptTable, PacedTable
-from node.joining.stage_plan import StagePlan, expected_share, plan_stages
+from node.joining.stage_plan import StagePlan, plan_stages
 from node.tasks.flat import flatten
 from node.tasks.gpt_stage import GptStage
 from node.tasks.recipe import Recipe
@@ -20,15 +18,15 @@ GPT = GptTable(layers=3, width=16, heads=2, context=16, rows=1)
 CONFIG = RunConfig(stages=3, seed=5, recipe=RECIPE, gpt=GPT)
 
 
-def plan(config: RunConfig) -> StagePlan:
+def plan(config: RunConfig, bytes_per_second: float = 12.5e6) -> StagePlan:
     ticks = itertools.count()
-    return plan_stages(config, lambda: float(next(ticks)))
+    return plan_stages(config, bytes_per_second, lambda: float(next(ticks)))
 
 
 def test_plan_describes_what_every_peer_of_a_stage_builds() -> None:
     made = plan(CONFIG)
     assert made.bounds[0] == 0 and made.bounds[-1] == GPT.layers + 2 and sum(made.elements) == GPT.elements
-    assert made == plan(CONFIG) and len(made.table.splitlines()) == 4
+    assert made == plan(CONFIG) and len(made.lines) == 5
     for stage, entry in enumerate(made.entries):
         flat = flatten(GptStage(GPT.shape, made.bounds[stage], made.bounds[stage + 1], CONFIG.seed))
         assert len(flat.vector) == made.elements[stage] and layout_digest(flat.layout) == entry.layout
@@ -42,19 +40,17 @@ def test_paced_task_is_cut_evenly() -> None:
     assert made.elements == (3, 3, 4) and made.bounds == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("stages", "batches", "share"), [(3, 8, 0.78), (3, 31, 0.87), (5, 16, 0.52), (2, 64, 0.98), (7, 64, None)]
-)
-def test_expected_share_is_that_of_no_easier_pipeline(stages: int, batches: int, share: float | None) -> None:
-    assert expected_share(stages, batches) == share
+def test_founder_expects_less_of_a_slower_line() -> None:
+    fast, slow = (plan(CONFIG, rate).lines[-1] for rate in (12.5e6, 1e3))
+    assert fast == (
+        "a step is 8 microbatches: expect 6 machines like this one, with 12.5 MB/s and 50 ms between them, to compute "
+        "about 68% of the time; more recipe.batches waste less"
+    )
+    assert "with 0.001 MB/s and 50 ms" in slow and "about 48%" in slow
 
 
 def test_founder_is_warned_of_few_microbatches() -> None:
-    (line,) = plan(CONFIG).advice(CONFIG)
-    assert (
-        line
-        == "a step is 8 microbatches: expect about 78% of the capacity with 3 stages; more recipe.batches waste less"
+    few = plan(replace(CONFIG, recipe=replace(RECIPE, batches=4)))
+    assert few.lines[-1].startswith(
+        "warning: with 4 microbatches a step, 3 stages wait for each other most of the time"
     )
-    few = replace(CONFIG, recipe=replace(RECIPE, batches=4))
-    (line,) = plan(few).advice(few)
-    assert line.startswith("warning: with 4 microbatches a step, 3 stages wait for each other most of the time")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from node.cli.app import main
-from node.joining.stage_plan import EXPECTED
 from node.planning import costs
 from node.planning.costs import HEADROOM, Outlook, Pipeline, Workload, pipeline, whole_model
 from node.planning.machines import MOST_PEERS, Machine, PlannedSwarm
@@ -39,14 +38,23 @@ def test_utilisation_is_the_measured_one(step_seconds: float, overlaps: bool, me
     assert found.tokens_per_second * step_seconds / 1024 / 2 == pytest.approx(measured, abs=0.05)
 
 
-@pytest.mark.parametrize(("stages", "batches"), EXPECTED)
-def test_pipelines_fill_as_measured(monkeypatch: pytest.MonkeyPatch, stages: int, batches: int) -> None:
+SIMULATED = {
+    0: {2: (0.95, 0.94, 0.98), 3: (0.78, 0.87, 0.93), 4: (0.59, 0.73, 0.86), 6: (0.33, 0.52, 0.73)},
+    8: {2: (1.0, 1.0, 0.98), 3: (0.93, 0.96, 0.98), 4: (0.92, 0.91, 0.97), 6: (0.79, 0.86, 0.84)},
+}
+"""Lookahead -> stages -> shares of the capacity with 8, 16 and 32 microbatches: `benchmarks.pipeline microbatches`."""
+
+
+@pytest.mark.parametrize("lookahead", SIMULATED)
+def test_pipelines_fill_as_measured(monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
     """RESULTS, "Pipelines, in virtual time": two replicas in each stage, .5 s a microbatch, trips of 50 ms."""
     monkeypatch.setattr(costs, "MICROBATCH_SECONDS", 0.0)
-    cut_up = Pipeline((BlockCost("block", 0.2, 0.5, 4),) * stages, batches, 128, 256, 256, 32)
-    found = pipeline(work(inner_steps=1_000_000), cut_up, stages, equal(2 * stages))
-    assert found.peers == (2,) * stages
-    assert found.tokens_per_second / (128 * 2 / 0.5) == pytest.approx(EXPECTED[stages, batches], abs=0.1)
+    for stages, shares in SIMULATED[lookahead].items():
+        for batches, share in zip((8, 16, 32), shares, strict=True):
+            cut_up = Pipeline((BlockCost("block", 0.2, 0.5, 4),) * stages, batches, 128, 256, 256, 32, lookahead)
+            found = pipeline(work(inner_steps=1_000_000), cut_up, stages, equal(2 * stages))
+            assert found.peers == (2,) * stages
+            assert found.tokens_per_second / (128 * 2 / 0.5) == pytest.approx(share, abs=0.1), (stages, batches)
 
 
 def test_better_machines_are_never_slower() -> None:
