@@ -97,11 +97,7 @@ async def open_session(
     # not by the chain alone, which a restart cuts back to the last checkpoint
     decided = any(each.round > 0 or each.outcome in DECIDED for each in past)
     has_begun = lambda: decided or history.head.key.round > 0  # noqa: E731
-    stage = LocalStage(entrance.line, entrance.seats, has_begun) if entrance else None
-    if stage:
-        arrived = max(1, start.chain.trained) if peer.has_moved else 0
-        stage.placement = replace(UNPLACED, pinned=config.stage is not None or peer.is_placed, arrived=arrived)
-        stage.shown(peer.me.peer)  # so a seat that was used is final before others show theirs
+    stage = local_stage(peer, entrance, start.chain.trained, has_begun) if entrance else None
     membership = _membership(peer, history, stage, unanswered, on_fatal)
     async with (
         DhtDirectory(peer.transport, state.identity, peer.clock, key.run, membership.offset_seconds) as directory,
@@ -225,6 +221,17 @@ async def open_session(
                 each.cancel()
 
 
+def local_stage(
+    peer: PeerProcesses, entrance: StageEntrance, trained: int, has_begun: Callable[[], bool]
+) -> LocalStage:
+    """What this peer says of its stage, at which so many rounds have trained."""
+    stage = LocalStage(entrance.line, entrance.seats, has_begun)
+    pinned = peer.config.stage is not None or peer.state.is_pinned
+    stage.placement = replace(UNPLACED, pinned=pinned, arrived=max(1, trained) if peer.has_moved else 0)
+    stage.shown(peer.me.peer)  # so a seat that was used is final before others show theirs
+    return stage
+
+
 def _mover(
     peer: PeerProcesses,
     entrance: StageEntrance,
@@ -252,8 +259,7 @@ def _mover(
             raise MoveRefused(str(error)) from None
 
     def leave(target: int) -> None:
-        peer.is_placed = peer.is_placed or mover.is_by_hand
-        session.leave(target)
+        session.leave(target, by_hand=mover.is_by_hand)
 
     peer.tracker.mover = mover = StageMover(
         peer.me,

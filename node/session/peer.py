@@ -147,9 +147,10 @@ class Peer:
             while moved := await self._train(enter):
                 enter = partial(self._arrive, *moved)
 
-    async def _train(self, enter: Callable[[AsyncExitStack], Awaitable[Entered]]) -> tuple[RunInfo, int] | None:
-        """Enter the run and train in it, as one incarnation. Returns the run and the stage that this peer has left, if
-        it moves to another one.
+    async def _train(self, enter: Callable[[AsyncExitStack], Awaitable[Entered]]) -> tuple[RunInfo, int, bool] | None:
+        """Enter the run and train in it, as one incarnation.
+
+        Returns the run, the stage that this peer has left, and whether it was pinned there, if it moves to another one.
         """
         processes, selector = self._processes, self._selector
         async with processes.transport.scope(), AsyncExitStack() as stack:
@@ -176,9 +177,11 @@ class Peer:
             return None
         processes.rounds_done += session.done
         self._session = None  # from here on, who asks this peer to finish ends it at once
-        await processes.disk.run(partial(self._state.switch_stage, session.moves_to), 0)
+        was_pinned = self._state.is_pinned
+        switch = partial(self._state.switch_stage, session.moves_to, pinned=session.moves_by_hand)
+        await processes.disk.run(switch, 0)
         await processes.begin_again()
-        return info, entrance.seat.stage
+        return info, entrance.seat.stage, was_pinned
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
@@ -218,14 +221,14 @@ class Peer:
             raise
         return manifest, run, start, worker, entrance
 
-    async def _arrive(self, run: RunInfo, former: int, stack: AsyncExitStack) -> Entered:
+    async def _arrive(self, run: RunInfo, former: int, was_pinned: bool, stack: AsyncExitStack) -> Entered:
         """Enter another stage of the same run, or the former one again if this machine cannot train the other."""
         target = read_stage(self._state.path)
         try:
             entered = await self._join_run(run, stack)
         except (WorkerError, ManifestError, ConfigError, StateError, FatalPeerError) as error:
             self._tracker.moved = f"not moved to stage {target}: {error}"
-            await self._processes.disk.run(partial(self._state.switch_stage, former), 0)
+            await self._processes.disk.run(partial(self._state.switch_stage, former, pinned=was_pinned), 0)
             await self._processes.begin_again()
             entered = await self._join_run(run, stack)
         else:

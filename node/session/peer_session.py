@@ -91,17 +91,18 @@ class PeerSession:
         self._evaluated = ""  # hash of the parameters that were evaluated last, or that the session starts from
         self._leave, self._reported, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.moves_to: int | None = None  # the stage to which this peer moves when the session is over
+        self.moves_by_hand = False
         self._wants_text = asyncio.Event()
         self._on_evaluated = on_evaluated
         if pipeline:
             pipeline.evaluator.on_end = self._evaluated_beside
 
-    def leave(self, to_stage: int | None = None) -> None:
+    def leave(self, to_stage: int | None = None, *, by_hand: bool = False) -> None:
         """Finish the round under way with the work done so far, then end the session: to move, or to leave the run."""
         self._leave.set()
         if to_stage is None:
             self._hurry.set()
-        self.moves_to = to_stage
+        self.moves_to, self.moves_by_hand = to_stage, by_hand
         if to_stage is None:
             self._status_tracker.set_state("leaving", "finishing the round")
         else:

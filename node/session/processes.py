@@ -57,7 +57,6 @@ class PeerProcesses:
         self.me = Member(state.identity.peer_id, state.incarnation)
         self._recalled = False
         self.has_moved, self.rounds_done = False, 0  # between stages, in this process; in the sessions before
-        self.is_placed = False  # a user has moved it to its stage
         self.compute = ThreadCompute()
         self.disk = ThreadCompute()  # reads and writes the state directory
         # Reads and writes what must not wait for a checkpoint: files with addresses, settings, the quota.

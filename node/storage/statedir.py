@@ -9,7 +9,8 @@ listen.json     addresses it was asked to listen on, and those with the chosen p
 data.json       what its data were at its last start (`node.tasks.given_data`)
 pause.json      exists if the peer was asked to pause (`node.session.pausing`)
 seats.json      the first members of all stages that it knows (`node.membership.seats`)
-stage           in a run with stages, the number of its stage; certificates.bin and checkpoints/ lie in stages/<k>/ then
+stage           in a run with stages, the number of its stage, and "pinned" if its user has moved it there;
+                certificates.bin and checkpoints/ lie in stages/<k>/ then
 stages/<k>/     what belongs to stage k, where it is or has been: these two, and stage.json: the stage's first member
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
@@ -45,7 +46,7 @@ _OF_A_RUN = (
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 STAGE = "stage.json"
-STAGES, _PRESENT = "stages", "stage"
+STAGES, _PRESENT, _PINNED = "stages", "stage", "pinned"
 
 
 class StateError(Exception):
@@ -129,9 +130,17 @@ class StateDir:
         self._keep_durably(home / STAGE, seat)
         return home
 
-    def switch_stage(self, stage: int) -> None:
-        """Make a prepared stage the present one. After a crash either it is, or the former one. Raises StateError."""
-        self._keep_durably(self.path / _PRESENT, b"%d\n" % stage)
+    def switch_stage(self, stage: int, *, pinned: bool = False) -> None:
+        """Make a prepared stage the present one. After a crash either it is, or the former one. Raises StateError.
+
+        A peer that is `pinned` does not leave it by itself.
+        """
+        self._keep_durably(self.path / _PRESENT, b"%d pinned\n" % stage if pinned else b"%d\n" % stage)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a user has moved the peer to its present stage. Raises StateError."""
+        return _PINNED in _present(self.path)
 
     def has_left(self, stage: int) -> bool:
         """Whether this peer has been in a stage, and was moved to another."""
@@ -336,16 +345,21 @@ def home_of(directory: Path) -> Path:
 
     The directory itself, in a run without stages, or if a model was fetched into it. Raises StateError.
     """
+    words = _present(directory)
+    return directory / STAGES / str(int(words[0])) if words else directory
+
+
+def _present(directory: Path) -> list[str]:
+    """The number of the present stage, followed by `_PINNED` or nothing; empty without stages. Raises StateError."""
     try:
-        present = (directory / _PRESENT).read_bytes()
+        words = (directory / _PRESENT).read_bytes().decode("ascii", "replace").split()
     except (FileNotFoundError, NotADirectoryError):
-        return directory
+        return []
     except OSError as error:
         raise StateError(f"{directory / _PRESENT} cannot be read ({error.strerror}): repair it") from None
-    number = present.strip()
-    if not (number.isdigit() and len(number) <= 3):
+    if not (words and words[0].isdigit() and len(words[0]) <= 3 and words[1:] in ([], [_PINNED])):
         raise StateError(f"{directory / _PRESENT} is damaged: write the number of its peer's stage into it")
-    return directory / STAGES / str(int(number))
+    return words
 
 
 def read_stage(directory: Path) -> int:

@@ -61,7 +61,7 @@ def test_peer_killed_in_a_move_restarts_in_a_stage(tmp_path: Path, moment: str) 
         if moment == "leaving":
             wait("it leaves", lambda: "finishing the round" in str(moved.status().get("reason")), MOVE_SECONDS)
         if moment == "switched":
-            wait("it switches", lambda: (moved.directory / "stage").read_text().strip() == "1", MOVE_SECONDS)
+            wait("it switches", lambda: (moved.directory / "stage").read_text() == "1 pinned\n", MOVE_SECONDS)
         kill(moved)
         moved.start("--bootstrap", founder.address, "--stage", "0")  # as a service that was set up so does
         wait("c counts again", lambda: counts(moved, 0) or counts(moved, 1), 90)

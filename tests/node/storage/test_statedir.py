@@ -340,14 +340,18 @@ def test_stages_keep_what_is_theirs(state: StateDir) -> None:
     assert state.certificates.read_bytes() == b"of 0" and read_stage(state.path) == 0
     state.switch_stage(1)
     assert state.certificates.read_bytes() == b"of 1" and read_stage(state.path) == 1
+    assert not state.is_pinned
+    state.switch_stage(1, pinned=True)
+    assert state.is_pinned and read_stage(state.path) == 1
     state.enter_stage(0, b'{"stage": 0}')
-    assert StateDir.open(state.path).certificates.read_bytes() == b"of 0"
+    assert StateDir.open(state.path).certificates.read_bytes() == b"of 0" and not state.is_pinned
     state.leave_stage()
     assert not state.stage() and state.home == state.path
     assert (state.path / "past" / "stage" / "0" / "certificates.bin").read_bytes() == b"of 0"
-    (state.path / "stage").write_bytes(b"x")
-    with pytest.raises(StateError, match=r"/stage is damaged: write the number"):
-        holds_run(state.path)
+    for damaged in (b"x", b"", b"1 2", b"pinned", b"1 pinned 1", b"\xff"):
+        (state.path / "stage").write_bytes(damaged)
+        with pytest.raises(StateError, match=r"/stage is damaged: write the number"):
+            holds_run(state.path)
 
 
 def test_stage_is_read_or_named_as_damaged(tmp_path: Path) -> None:
