@@ -60,7 +60,7 @@ class PipelineSession:
         is_leaving: Callable[[], bool],
     ) -> None:
         assert manifest.stages
-        self._remote, self._manifest, self._me, self._stage = remote, manifest, me, stage
+        self._remote, self._manifest, self._me, self.stage = remote, manifest, me, stage
         self._membership, self._chain, self._is_leaving = membership, chain, is_leaving
         self._live, self._stages = host.members.live, len(manifest.stages)
         # what the averaging and the sync of the stage use
@@ -113,7 +113,7 @@ class PipelineSession:
         return DrivingTrainer(training, driver, membership.announce_rounds)
 
     def _serving(self, training: StageTraining) -> ServingTrainer:
-        stage, clock = self._stage, StageClock(self._membership)
+        stage, clock = self.stage, StageClock(self._membership)
         server = StageServer(
             self._endpoint,
             self._settings,
@@ -193,7 +193,7 @@ class PipelineSession:
 
         If stage 0 has no live peer, it is over after `LAST_DRIVER_SECONDS`: its peers may have left long ago.
         """
-        if self._stage == 0:
+        if self.stage == 0:
             return True
         now, rounds = loop_time(), self._clock()
         if self._drivers():
@@ -226,7 +226,7 @@ class PipelineSession:
         abandoned, self._abandoned = dict(self._abandoned), Counter()
         return replace(
             report,
-            stage=self._stage,
+            stage=self.stage,
             stages=self._stages,
             seconds_compute=seconds,
             microbatches=counted,

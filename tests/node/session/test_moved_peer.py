@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from node.session.build import local_stage
 from node.session.peer import Peer
+from node.session.stage_parts import local_stage
 from node.storage.statedir import StateDir, read_stage
 from node.training.process import WorkerError
 
