@@ -35,7 +35,8 @@ T = TypeVar("T")
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 POLL_SECONDS = 0.02
 ASK_SECONDS = 2.0
-START_SECONDS = 60.0
+START_SECONDS = 120.0
+"""Of a process, on a machine that plays other tests beside it; a script may load libraries for half of it."""
 ORPHAN_SECONDS = 2.0
 WORKER = r"node\.training\.(stage_)?worker\b"
 """Found in the command line of a worker, of a whole model or of a stage."""
