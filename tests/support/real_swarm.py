@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -326,6 +326,15 @@ def deciding(
     later = [[each for each in peer.reports() if moment(each) > since] for peer in wanted]
     found = [end for ends in later if (end := next((each for each in ends if each["outcome"] in decisions), None))]
     return found if len(found) == len(wanted) else []
+
+
+def deciding_one_round(peers: Sequence[RealPeer], since: float) -> list[Report]:
+    """Each peer's decision of the first round that one of them decides after that wall time; others may be sooner."""
+    number = min((end["round"] for end in deciding(peers, since)), default=None)
+    found = [
+        each for peer in peers for each in peer.reports() if each["round"] == number and each["outcome"] in DECIDED
+    ]
+    return found if len(found) == len(peers) else []
 
 
 class IndependentSwarm(RealSwarm):

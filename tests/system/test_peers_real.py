@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkers import Report
-from tests.support.real_swarm import RealPeer, RealSwarm, deciding, paced, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, deciding, deciding_one_round, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
 
@@ -97,7 +97,7 @@ def test_peer_killed_in_data_phase_delays_no_others(swarm: RealSwarm) -> None:
     killed = victim.strike()
     victim.leaves_nothing()
     survivors = others(four, victim)
-    ends = others_decide(survivors, killed, ROUND_SECONDS)
+    ends = wait("the others decide", lambda: deciding_one_round(survivors, killed), ROUND_SECONDS)
     last_seconds = max(end["time"] for end in ends) - killed
     print(f"the last of the survivors decided {last_seconds:.2f} s after the kill")
     assert len({(end["lineage"], end["params_hash"]) for end in ends}) == 1

@@ -15,7 +15,7 @@ import pytest
 from tests.faults.failpoints import VOTED, FailpointClient
 from tests.faults.peer import PROGRAM, TRACE
 from tests.faults.tracing import Watch
-from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait
+from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, deciding_one_round, paced, wait
 
 
 @pytest.mark.parametrize("harness", ["is not there", "is silent", "goes"])
@@ -97,6 +97,6 @@ def test_real_peers_pass_every_point_and_trap_kills(tmp_path: Path) -> None:
         assert victim.ends(2) == -signal.SIGKILL
         assert watch.records(victim.name)[-1] == trap.struck
         survivors = [peer for peer in peers if peer is not victim]
-        ends = wait("the others decide", lambda: deciding(survivors, struck), START_SECONDS)
+        ends = wait("the others decide", lambda: deciding_one_round(survivors, struck), START_SECONDS)
         assert len({(each["lineage"], each["params_hash"]) for each in ends}) == 1
         assert all(peer.running for peer in survivors)
