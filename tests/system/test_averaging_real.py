@@ -24,7 +24,7 @@ from protocols.butterfly.vote import BALLOT_FLOOR_SECONDS
 from protocols.consensus.record import coordinators
 from tests.support.warm import WarmSwarm
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.real
 
 VECTOR_BYTES = 4_000_000
 

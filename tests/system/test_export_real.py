@@ -13,7 +13,7 @@ from node.cli.app import main
 from protocols.sync.snapshot import SnapshotIndex
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.real
 
 SIZES = (5_000, 5_001)
 NOBODY = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from node.cli.app import main
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.real
 
 ABSENT = "12D3KooWKnoGEMBCiBGaNvV8BQhyjmHd53ZkcnhUH5gS7yFAVByZ"
 SILENT = "12D3KooWFLiJtueEuqCeVk1oDT28ke1wpoa6A9AG4wcs6utF7rp4"

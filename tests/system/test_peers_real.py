@@ -17,7 +17,7 @@ import pytest
 from tests.support.checkers import Report
 from tests.support.real_swarm import RealPeer, RealSwarm, deciding, deciding_one_round, paced, wait
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.real
 
 ROUND_SECONDS = 20.0
 """A round ends within this time, with any loss, on a machine with other work."""

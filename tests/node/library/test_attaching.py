@@ -38,7 +38,6 @@ def train(swarm: Swarm, module: nn.Module, rounds: int) -> None:
         ended += swarm.step(tokens=3).ended
 
 
-@pytest.mark.timeout(60)
 def test_refused_and_dead_scripts_change_nothing(tmp_path: Path) -> None:
     with Rounds(tmp_path, round_seconds=0.3) as rounds:
         for _ in range(2):  # dies before it has said anything, and with the descriptors in its hands
@@ -60,7 +59,6 @@ def test_refused_and_dead_scripts_change_nothing(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.timeout(60)
 def test_steps_taken_alone_do_not_count_in_the_next_round(tmp_path: Path) -> None:
     with Rounds(tmp_path, inner_steps=5, round_seconds=30) as rounds:
         module = model()
@@ -76,7 +74,6 @@ def test_steps_taken_alone_do_not_count_in_the_next_round(tmp_path: Path) -> Non
             assert swarm._worker.training.steps_left - swarm._counter.steps == 4 and len(rounds.anchors) == 1
 
 
-@pytest.mark.timeout(60)
 def test_script_that_leaves_hands_over_its_part_of_the_round(tmp_path: Path) -> None:
     """The next script of the peer goes on from it, and the round has the work of both."""
     with Rounds(tmp_path, inner_steps=500, round_seconds=4) as rounds:
@@ -97,7 +94,6 @@ def test_script_that_leaves_hands_over_its_part_of_the_round(tmp_path: Path) -> 
         assert work.tokens == 6 and torch.equal(local, left[1]) and not torch.equal(*left)
 
 
-@pytest.mark.timeout(60)
 def test_cell_that_attaches_may_be_run_again(tmp_path: Path) -> None:
     with Rounds(tmp_path, inner_steps=500, round_seconds=30):
         swarms = [join(tmp_path, model(), join_seconds=20) for _ in range(2)]
