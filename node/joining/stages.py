@@ -198,6 +198,9 @@ def placements(
 ) -> Placements:
     """Who works where, as this peer sees it. An intent to move is believed for `INTENT_SECONDS`.
 
+    A mover that leaves its stage, and has yet to greet from the other one, counts there as one that has just come. It
+    is away while its worker starts, and without it the others would send another peer after it.
+
     Args:
         now: training rounds of the run.
         reserved: the stages of peers that may not be live yet.
@@ -206,14 +209,18 @@ def placements(
 
     def placed(peer: PeerId, stage: int, said: Heartbeat, moving: int | None) -> PlacedPeer:
         place = said.placement[0] if said.placement else UNPLACED
+        if moving is not None and said.leaving:
+            rate = said.rate * seats.costs[stage] / seats.costs[moving]
+            return PlacedPeer(peer, moving, rate, place.pinned, True, moving, place.holds, max(1, now))
         works = said.idle == Activity.WORK and not said.leaving
         return PlacedPeer(peer, stage, said.rate, place.pinned, works, moving, place.holds, place.arrived)
 
     latest, pulse, mine = loop_time() - INTENT_SECONDS, membership.pulse(), membership.stage_of(me)
     found = {peer: PlacedPeer(peer, stage) for peer, stage in reserved.items()}
     for each in membership.contacts():
-        if each.live and each.stage is not None and each.stage < seats.stages:
-            moving = each.moving if each.moving_since > latest else None
+        moving = each.moving if each.moving_since > latest else None
+        is_here = each.live or (each.left and moving is not None)
+        if is_here and each.stage is not None and each.stage < seats.stages:
             found[each.peer] = placed(each.peer, each.stage, each.said, moving)
     if mine is not None:
         goes = pulse.placement[0].moving if pulse.placement else STAYS

@@ -35,7 +35,7 @@ class PlacedPeer:
     rate: float = 0.0  # microbatches/s in its stage; 0: not known
     pinned: bool = False
     works: bool = True
-    moving: int | None = None  # the stage to which it is about to move. It counts there
+    moving: int | None = None  # the stage to which it is about to move; its own: it is on its way. It counts there
     holds: int = 0  # bit k: it has a backup of stage k
     arrived: int = 0  # training rounds of the run when it moved to its stage; 0: it has not moved
 
@@ -104,7 +104,7 @@ class Placements:
         one."""
         found = [0] * len(self.costs)
         for each in self.peers:
-            found[each.stage] += each.works
+            found[each.stage] += each.works and each.moving != each.stage
         return found
 
     def _order(self, *what: object) -> bytes:
@@ -126,7 +126,7 @@ class _Planner:
         self._view = view
         self.capacities = view.grains()
         self._rates = {each.peer: [view.rate(each, stage) for stage in range(len(view.costs))] for each in view.peers}
-        gone = [each for each in view.peers if each.moving is not None and each.works]
+        gone = [each for each in view.peers if each.moving not in (None, each.stage) and each.works]
         self._left = [count - sum(each.stage == stage for each in gone) for stage, count in enumerate(view.replicas())]
         self._alive = {each.stage for each in view.peers}
         self._free = [each for each in view.peers if self._may_move(each)]

@@ -38,7 +38,6 @@ from tests.support.checkers import Violation
 from tests.support.waiting import now
 
 FOUNDER = "p0"
-START_SECONDS = 1.0  # until a peer's worker runs
 JOIN_SECONDS = 0.5  # between two joiners
 DISK_SECONDS = 0.02
 LOOK_SECONDS = 0.25
@@ -92,6 +91,8 @@ async def look(condition: Callable[[], bool], seconds: float = math.inf) -> None
 class FoundingWorld(SimSwarm):
     """A founder and its joiners. `dies_at`: the founder's message at which it is killed."""
 
+    start_seconds = 1.0  # until a peer's worker runs
+
     def __init__(self, stages: int = 3, joiners: int = 3, dies_at: int = 0, returns: bool = False) -> None:
         super().__init__()
         self.stages, self.dies_at, self.returns = stages, dies_at, returns
@@ -139,7 +140,7 @@ class FoundingWorld(SimSwarm):
         elif not entrance.kept(None):
             others = [each for each in self.peers if each != peer]
             await entrance.enter(me, self.wanted.get(peer), transport, lambda: others, lambda line: None)
-        await asyncio.sleep(START_SECONDS)
+        await asyncio.sleep(self.start_seconds)
         has_begun = lambda: disk.has_begun  # noqa: E731
         stage = LocalStage(entrance.line, entrance.seats, has_begun)
         membership = self._membership(peer, transport, stage)

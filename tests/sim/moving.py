@@ -156,18 +156,22 @@ class MovingWorld(FoundingWorld):
         self.end()
 
     async def balance(self) -> None:
-        """Peers move by the rule until the stages are equal, and then no more."""
+        """Peers move by the rule until no stage needs one, and then no more."""
+        least = len(self.peers) // self.stages
         await self.arrive()
         await look(
-            lambda: sorted(self.stage_of(peer) for peer in self.entrances) == [0, 0, 1, 1, 2, 2],
+            lambda: len(self.entrances) == len(self.peers) and min(self.counts()) >= least,
             MOVED_SECONDS + BALANCED_SECONDS,
         )
-        moves = self.moves
         await asyncio.sleep(BALANCED_SECONDS)
-        stages = sorted(self.stage_of(peer) for peer in self.peers)
-        if stages != [0, 0, 1, 1, 2, 2] or self.moves != moves:
-            self.wrong.append(Violation("balance", "", 0, f"stages {stages} after {moves} and {self.moves} moves"))
+        if min(self.counts()) < least or self.moves != 2 * (least - 1):
+            self.wrong.append(Violation("balance", "", 0, f"{self.counts()} in the stages after {self.moves} moves"))
         self.end()
+
+    def counts(self) -> list[int]:
+        """Peers in each stage."""
+        stages = [self.stage_of(peer) for peer in self.entrances]
+        return [stages.count(stage) for stage in range(self.stages)]
 
     async def cross(self, delay_seconds: float) -> None:
         """Both peers of a stage are asked to leave it, the second one a moment later."""
@@ -205,8 +209,9 @@ def play(dies_at: int = 0) -> MovingWorld:
     return world
 
 
-def balance() -> MovingWorld:
-    world = MovingWorld(joiners=5, rebalances=True)
+def balance(joiners: int, start_seconds: float) -> MovingWorld:
+    world = MovingWorld(joiners=joiners, rebalances=True)
+    world.start_seconds = start_seconds
     world.play(world.balance)
     return world
 

@@ -145,6 +145,15 @@ def test_of_two_intents_one_goes_on_whatever_round_their_peers_are_in() -> None:
     assert not may_go_on(view(CROWDED, 3), CROWDED[0].peer), "it has announced nothing"
 
 
+def test_mover_on_its_way_has_capacity_but_is_not_yet_a_replica() -> None:
+    peers = placed((2, 3), [0.1, 0.1, 1.0, 1.0, 1.0])
+    peers[3] = replace(peers[3], moving=0)
+    assert may_go_on(view(peers, 2), peers[3].peer)
+    peers[2] = replace(peers[2], moving=1)
+    assert view(peers, 2).replicas() == [2, 2] and view(peers, 2).capacities()[1] == pytest.approx(2.0)
+    assert not may_go_on(view(peers, 2), peers[3].peer), "one would stay"
+
+
 def test_announced_move_is_given_up_once_it_gains_too_little() -> None:
     peers = [replace(CROWDED[0], moving=1), *CROWDED[1:]]
     assert may_go_on(view(peers, 3), peers[0].peer)

@@ -23,9 +23,13 @@ def test_two_peers_of_a_stage_do_not_empty_it(delay_seconds: float) -> None:
     assert not world.wrong and world.moves == 1
 
 
-def test_stages_are_balanced_by_the_rule() -> None:
-    """From four, one and one peers to two in each stage, by two moves, and no more for minutes."""
-    world = balance()
+@pytest.mark.parametrize(("joiners", "start_seconds"), ((5, 1.0), (7, 20.0)))
+def test_stages_are_balanced_by_the_rule(joiners: int, start_seconds: float) -> None:
+    """From four or six, one and one peers to at least two in each stage, by two moves, and no more for minutes.
+
+    However long a worker takes to start: a mover that is on its way is not followed by another.
+    """
+    world = balance(joiners, start_seconds)
     assert not world.wrong and world.moves == 2
 
 
