@@ -1,13 +1,16 @@
-"""Real peers of a run with stages that are moved from one to another."""
+"""Real peers of a run with stages that are moved from one to another, or move by themselves."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.support import stage_checkers
+from tests.support.checkers import DECIDED
+from tests.support.history import one_mean
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 from tests.system.test_stages_real import goes_on, kill
 
@@ -67,3 +70,55 @@ def test_peer_killed_in_a_move_restarts_in_a_stage(tmp_path: Path, moment: str) 
         wait("c counts again", lambda: counts(moved, 0) or counts(moved, 1), 90)
         assert moment != "switched" or counts(moved, 1)
         goes_on(founder, "with c")
+
+
+CROWDED = "stages = 3\nrebalance = true\n" + paced(elements=20_000, step_seconds=1.6, inner_steps=8) + "batches = 8\n"
+"""Two replicas in each stage take twice as many microbatches as one: a round gets shorter by the moves."""
+BALANCED_ROUNDS = 10
+
+
+class RebalancingSwarm(RealSwarm):
+    invariants = staticmethod(partial(stage_checkers.check, movers="abcdef"))
+
+    def crowd(self) -> dict[str, RealPeer]:
+        """Four, one and one peers, of which any may move."""
+        founder = self.found("a")
+        for name in "bc":  # the first of stages 1 and 2
+            self.join(name, via=founder)
+        for name in "def":  # `--stage` would pin them. A peer that starts again keeps its stage
+            placed = self.peer(name).start("--bootstrap", founder.address, "--stage", "0")
+            wait(f"{name} is in stage 0", lambda placed=placed: (placed.directory / "stage").exists(), 60)  # type: ignore[misc]
+            kill(placed)
+        self.join("d", "e", "f", via=founder)
+        wait("four train in stage 0", lambda: one_mean(self.by_stage()[0]), 120)
+        return self.peers
+
+    def by_stage(self) -> list[list[RealPeer]]:
+        stages = {peer: int((peer.directory / "stage").read_text()) for peer in self.peers.values()}
+        return [[peer for peer, stage in stages.items() if stage == each] for each in range(3)]
+
+    def is_balanced(self) -> bool:
+        """Whether two peers of each stage are in one mean there."""
+        stages = self.by_stage()
+        return [len(each) for each in stages] == [2, 2, 2] and all(map(one_mean, stages))
+
+
+@pytest.mark.timeout(600)
+def test_crowded_stage_spreads_by_itself_without_lost_rounds(tmp_path: Path) -> None:
+    """The rule looks once a minute, and a round is shorter than that here."""
+    with RebalancingSwarm(tmp_path, CROWDED) as swarm:
+        peers = swarm.crowd()
+        assert [len(each) for each in swarm.by_stage()] == [4, 1, 1]
+        begun = max(peer.last()["round"] for peer in swarm.by_stage()[0])
+        wait("two work in each stage", swarm.is_balanced, 400, 0.25)
+        drivers = swarm.by_stage()[0]
+        ended = min(peer.last()["round"] for peer in drivers)
+        assert ended - begun <= BALANCED_ROUNDS
+        assert sum("needs this peer more" in peer.said() for peer in peers.values()) == 2, "two moves"
+        assert all("pinned" not in (peer.directory / "stage").read_text() for peer in peers.values())
+        goes_on(drivers[0], "in balance")
+    for driver in drivers:
+        decided = [each for each in driver.reports() if begun < each["round"] and each["outcome"] in DECIDED]
+        assert {each["outcome"] for each in decided} == {"committed"}
+        assert [each["round"] for each in decided] == list(range(begun + 1, decided[-1]["round"] + 1)), "none is lost"
+        assert all(later["parent"] == each["lineage"] for each, later in pairwise(decided))
