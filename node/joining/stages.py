@@ -47,6 +47,7 @@ FOUNDER_SECONDS = 30.0
 """If the founder is away for longer before the run has begun, others give seats, and that of stage 0 as well."""
 SEAT_SECONDS = 120.0
 """The same of another peer's seat: it is given to another peer."""
+RETURNED = "the founder has just restarted, and first hears which stages have their first member"
 UPDATE = f"the peers of this run speak protocol {VERSION}, this peer another one: update the older one"
 
 
@@ -88,7 +89,7 @@ class StageAssigner:
         if stage not in self.vacant():
             return self._reply(request.sender, stage)
         if giver == self._me.peer:
-            return await self._give(request)
+            return StageRejected(RETURNED) if self._has_returned() else await self._give(request)
         if passed_on:
             return StageRejected(f"the seat of stage {stage} is for another peer to give")
         return await self._relay(giver, request)
@@ -102,6 +103,11 @@ class StageAssigner:
                 log.debug("refused from %s: %s", contact.peer, error)
         known = [self._seats.digest(seat) for seat in self._seats.known.values()]
         self._noted = {digest: self._noted.get(digest, loop_time()) for digest in known}
+
+    def _has_returned(self) -> bool:
+        """Whether this is a founder that restarted, which may not know the seats that were given meanwhile."""
+        restarted = self._me.peer == self._founder and self._me.incarnation > self._seats.founded
+        return restarted and not self._has_begun() and loop_time() - self._began < FOUNDER_SECONDS
 
     # -- who gives seats, and which -----------------------------------------------------------------------------------
 

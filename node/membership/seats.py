@@ -101,6 +101,7 @@ class Seats:
         self._lines: dict[int, SeatLine] = {}  # stage -> the line of the seat that counts
         self._final: set[bytes] = set()  # digests of seats whose stage has decided a round, as their member says
         self.run, self.founder, self._signer = bytes.fromhex(run.run_id), run.founder.peer, signer
+        self.founded = run.founder.incarnation  # in which the founder started the run
 
     @property
     def costs(self) -> Sequence[float]:

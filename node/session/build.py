@@ -45,6 +45,7 @@ from node.training.remote import RemoteTrainer
 from protocols.aio import Gate, task_group
 from protocols.base import Host, Layout, Settings
 from protocols.blobs.parts import LEAST_ROUNDS, STORE_ROUNDS, PartCache, PartStore
+from protocols.consensus.record import genesis
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
@@ -134,10 +135,15 @@ class SessionBuilder:
         self._not_sent = feedback(vectors, elements, peer.compute, extra_elements(worker.layout))
 
     def has_begun(self, past: Sequence[RoundReport]) -> Callable[[], bool]:
-        """Whether a round was decided at this peer, which has reported the `past` ones."""
+        """Whether a mean was decided at this peer, which has reported the `past` rounds.
+
+        A first member whose stage was given to another peer meanwhile may still fork and skip rounds by itself.
+        """
         # not by the chain alone, which a restart cuts back to the last checkpoint
-        decided = any(each.round > 0 or each.outcome in DECIDED for each in past)
-        return lambda: decided or self._history.head.key.round > 0
+        chain = self._start.chain
+        decided = any(each.outcome in DECIDED and each.peers for each in past)
+        unmoved = genesis(self._key.run, self._key.scope)
+        return lambda: decided or chain.head.anchor != unmoved
 
     def membership(
         self, stage: LocalStage | None, unanswered: Sequence[str], on_fatal: Callable[[str], None]

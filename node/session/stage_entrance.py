@@ -7,7 +7,7 @@ needs a first member more than this one needs a further peer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -146,18 +146,25 @@ class StageEntrance:
     # -- asking again -------------------------------------------------------------------------------------------------
 
     async def until_lost(self, has_begun: Callable[[], bool], needed: Callable[[], Collection[int]]) -> str:
-        """Wait until this peer has to ask for a stage again, and has forgotten its present one; returns why.
+        """Wait until this peer has to `leave` its stage and ask for one again; returns why.
 
         `needed` are the stages whose seat may be given. Does not return once the run has begun.
         """
         while not has_begun():
             if why := self._lost(needed()):
-                await self.keep(self.seats.told())
-                await self._disk.run(self._state.leave_stage, 0)
                 return why
             await asyncio.sleep(LOOK_SECONDS)
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
+
+    async def leave(self, peers: Mapping[PeerId, Sequence[str]]) -> None:
+        """Forget this peer's stage, but not the addresses of these peers of the run, which are saved after rounds only.
+
+        Without them, a founder would start another run.
+        """
+        await self.keep(self.seats.told())
+        await self._disk.run(partial(self._state.remember, peers), 0)
+        await self._disk.run(self._state.leave_stage, 0)
 
     def _lost(self, needed: Collection[int]) -> str:
         if not self.seats.counts(self.seat):

@@ -124,4 +124,8 @@ class StageParts:
         def needed() -> tuple[int, ...]:
             return tuple(stage for stage in self.assigner.needed() if wanted in (None, stage))
 
-        on_lost(await self._entrance.until_lost(self._has_begun, needed))
+        why = await self._entrance.until_lost(self._has_begun, needed)
+        await self._entrance.leave(
+            {each.peer: each.addresses for each in self._membership.contacts() if each.addresses}
+        )
+        on_lost(why)

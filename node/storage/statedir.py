@@ -330,10 +330,14 @@ class StateDir:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a directory's run can be resumed: it is not over, and the directory has known peers or checkpoints."""
+    """Whether a directory's run can be resumed: it is not over, and has known peers, checkpoints or a stage.
+
+    A founder that was killed early has only its stage, and may have given others to peers that wait for it.
+    """
     if not (directory / "manifest.bin").exists() or is_over(directory):
         return False
-    return (directory / "peers.json").exists() or (home_of(directory) / "checkpoints").exists()
+    home = home_of(directory)
+    return any(each.exists() for each in (directory / "peers.json", home / "checkpoints", home / STAGE))
 
 
 def is_over(directory: Path) -> bool:

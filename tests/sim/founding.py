@@ -71,6 +71,9 @@ class Disk:
     def keep_seats(self, seats: bytes) -> None:
         self.kept["seats"] = seats
 
+    def remember(self, peers: Any) -> None:
+        """Of this world, all peers know all others."""
+
     def leave_stage(self) -> None:
         del self.kept["stage"]
 
@@ -151,6 +154,7 @@ class FoundingWorld(SimSwarm):
             group.create_task(membership.run())
             group.create_task(self._train(peer))
             await entrance.until_lost(has_begun, assigner.needed)
+            await entrance.leave({})
             asyncio.get_running_loop().call_soon(self._again, peer)
             await asyncio.sleep(1.0)
 

@@ -36,8 +36,12 @@ def check(histories: Histories, movers: Collection[str] = ()) -> list[Violation]
 
 
 def one_stage(histories: Histories, movers: Collection[str] = ()) -> Iterator[Violation]:
-    """A violation for each peer that worked in two stages without a move, or that states another number of stages."""
-    for name, history in histories.items():
+    """A violation for each peer that worked in two stages without a move, or that states another number of stages.
+
+    Rounds without a mean are not work: after them a peer may still lose its stage.
+    """
+    for name, reports in histories.items():
+        history = [each for each in reports if each["peers"]]
         lives = {each["incarnation"] if name in movers else 0 for each in history}
         for life in lives:
             places = {(each["stage"], each["stages"]) for each in history if life in (0, each["incarnation"])}

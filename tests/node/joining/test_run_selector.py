@@ -10,16 +10,21 @@ from typing import Any, cast
 
 import pytest
 
-from node.config.manifest import ManifestError
+from node.config.manifest import ManifestError, unseal
 from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.joining import resume
 from node.joining.bootstrap import BootstrapClient, RunInfo
 from node.joining.run_selector import RunSelector
+from node.runtime.identity import verify
+from node.session.stage_entrance import StageEntrance
 from node.storage.statedir import StateDir, StateError
+from protocols.base import Member
 from protocols.registry import REPLICATED_PROTOCOLS
+from tests.support.checkpoints import Disk
 from tests.support.restart_examples import SAMPLE, begin, flip_bit, sealed
 from tests.support.session_cluster import View
+from tests.support.statedir_fixtures import staged_run
 
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWAWN22BfV8SENcdL3qSe3xVZZXSdGCeBHqscxPgyn4CFR"
 
@@ -102,6 +107,24 @@ def test_finished_run_is_reported_when_requested_again(here: StateDir) -> None:
     choice = RunSelector(PeerConfig(bootstrap=(ADDRESS,)), here, REPLICATED_PROTOCOLS, print)
     assert choice.is_over(RunInfo(here.manifest(), SAMPLE)) == line
     assert choice.is_over(RunInfo(sealed(here, b"")[1], b"")) == ""
+
+
+def test_founder_that_lost_its_stage_rejoins_its_run(here: StateDir) -> None:
+    """It has met peers, but decided no round: nothing was saved after one."""
+    run = staged_run(here.path)
+    here.begin(run.run_id, "", run.envelope, b"")
+    entrance = StageEntrance(unseal(run.envelope, verify), here, Disk(), here.identity)
+
+    async def lose_the_stage() -> None:
+        await entrance.found(Member(here.identity.peer_id, 1))
+        where, _, peer = ADDRESS.rpartition("/p2p/")
+        await entrance.leave({peer: (where,)})
+
+    asyncio.run(lose_the_stage())
+    choice = RunSelector(PeerConfig(state_dir=here.path), here, REPLICATED_PROTOCOLS, print)
+    held = choice.held(run.config)
+    assert held and held.manifest.run_id == run.run_id and not held.has_state
+    assert choice.addresses() == (ADDRESS,)
 
 
 def test_sample_must_match_the_manifest(here: StateDir) -> None:

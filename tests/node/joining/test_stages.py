@@ -104,6 +104,16 @@ async def test_each_stage_gets_one_first_member_and_its_seat_is_on_the_disk_firs
 
 
 @on_virtual_time
+async def test_restarted_founder_gives_no_seat_at_first() -> None:
+    """Others may have given that seat while it was away, and have had no time to tell it."""
+    founder = Peers(replace(FOUNDER, incarnation=FOUNDER.incarnation + 1))
+    give(founder.seats, 0, FOUNDER)
+    assert isinstance(await founder.ask("a"), StageRejected) and not founder.kept
+    await asyncio.sleep(FOUNDER_SECONDS)
+    assert await founder.stage("a") == 1
+
+
+@on_virtual_time
 async def test_joiner_that_never_comes_loses_its_seat_to_the_next() -> None:
     """It lacked memory, or was a stranger. If it comes after all, with its old seat, it is refused, and told why."""
     founder, other = Peers(), Peers(Member("other"))
