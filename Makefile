@@ -124,8 +124,8 @@ chaos-table: install
 soak: install
 	$(BIN)/python -m tests.faults.soak
 
-# The image is built, and the swarm of docker/compose.yaml started, struck and judged: ten minutes. With root and Docker;
-# exit code 77 where that is not to be had. BASE and PIP_ARGS are the image's build arguments.
+# The image is built, and the swarm of docker/compose.yaml started, struck and judged: a quarter of an hour. With root
+# and Docker; exit code 77 where that is not to be had. BASE and PIP_ARGS are the image's build arguments.
 docker-test: install
 	$(BIN)/python -m tests.docker $(if $(BASE),--base "$(BASE)") $(if $(filter undefined,$(origin PIP_ARGS)),,--pip-args="$(PIP_ARGS)")
 

@@ -1,4 +1,5 @@
 """Tests the compose swarm: builds an image, starts a founder and three peers, injects faults, and judges the result.
+Then it does the same with six containers of a run in three stages.
 
     python -m tests.docker                          # make docker-test
     python -m tests.docker --base IMAGE --pip-args "--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -22,17 +23,14 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.docker import image, metrics, verdict
+from tests.docker import image, metrics, staged, verdict
 from tests.docker.cases import Cases
 from tests.docker.engine import Engine, NotHere, engine, firewall
 from tests.docker.swarm import Swarm
-from tests.faults.judge import judge
 from tests.faults.shell import from_shell
-from tests.faults.timeline import timeline
 from tests.support.history import one_mean
 from tests.support.real_swarm import wait
 
@@ -104,6 +102,9 @@ def _test(options: argparse.Namespace, place: Path, say: Callable[[str], None]) 
         found = _play(running, variables, place, say)
         found["figures"] |= built
         failed += found.pop("failed")
+        for play in staged.plays(running, variables, place, say):
+            found["figures"]["cases"] += play.cases
+            failed += play.failed
         seconds = time.monotonic() - began
         found["figures"]["test_seconds"] = seconds
     if running.before is not None and (after := firewall()) != running.before:
@@ -156,19 +157,12 @@ def _play(running: Engine, variables: dict[str, str], place: Path, say: Callable
         more |= {"stop_seconds": stopped}
         swarm.keep_logs()
         played = verdict.play(swarm, cases.events, cases.struck, calm, leaving)
-        judged = judge(played)
-        extra = [*verdict.forks(played, cases.struck), *verdict.unnamed(swarm)]
-        judged = replace(judged, violations=judged.violations + [each.as_dict() for each in extra])
-        judged = replace(judged, verdict="fail" if judged.violations else "pass")
+        judged = verdict.judged(played, swarm, cases.struck, place / "timeline.txt", say)
         figures = verdict.figures(played, swarm, cases.struck) | more
     first, last = figures["held_out_loss"]
     if not last < first:
         failed.append(f"the held-out loss did not fall: {first:.3f} -> {last:.3f}")
-    lines = timeline(played, judged)
-    (place / "timeline.txt").write_text("\n".join(lines) + "\n")
-    for line in lines[-(2 + len(judged.violations)) :]:
-        say(line)
-    failed += [f"{each['invariant']}: {each['peer']}: {each['detail']}" for each in judged.violations]
+    failed += verdict.broken(judged)
     return {"verdict": judged.as_dict(), "figures": figures, "failed": failed}
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.docker.swarm import FOUNDER, POLL_SECONDS, Swarm
+from tests.docker.swarm import FOUNDER, POLL_SECONDS, Peer, Swarm
 from tests.faults.goodput import MEANS
 from tests.faults.recording import Event
-from tests.support.checkers import began
+from tests.support.checkers import Report, began
 from tests.support.history import one_mean
 from tests.support.real_swarm import WORKER, wait
 
@@ -95,7 +95,7 @@ class Cases:
     def _killed(self, name: str, peer: str, pid: Callable[[str], int]) -> None:
         """Kill a process; the engine restarts the container, which is the next incarnation of the same peer."""
         swarm = self._swarm
-        with self._case(name, KILL_SECONDS, peer) as case:
+        with self._case(name, KILL_SECONDS, peer, *self._mates(peer)) as case:
             before, running = swarm.peer(peer).incarnation, len(swarm.running)
             case.over = self._tell("fault", f"SIGKILL: {name}", peer, at=swarm.die(peer, pid(peer)))
             wait(f"{peer} has died", lambda: peer not in swarm.names, 10.0, POLL_SECONDS)
@@ -235,16 +235,23 @@ class Cases:
         self.events.append(Event(time.time() if at is None else at, what, peers, kind))
         return self.events[-1].time
 
+    def _mates(self, peer: str) -> tuple[str, ...]:
+        """Those that may go on without `peer` although most of their roster is gone: none."""
+        return ()
+
+    def _means(self, peers: Sequence[Peer], since: float) -> list[Report]:
+        """The rounds by which these peers have come together since then; none: not yet."""
+        return [found] if (found := one_mean(peers, since)) else []
+
     def _together(self, names: Sequence[str], since: float, within_seconds: float) -> None:
         peers = [self._swarm.peer(name) for name in names]
         left = max(1.0, since + within_seconds - time.time())
-        wait(f"a mean of {len(names)}", lambda: one_mean(peers, since), left, POLL_SECONDS)
+        wait(f"a mean of {len(names)}", lambda: self._means(peers, since), left, POLL_SECONDS)
 
     def _latest(self, names: Sequence[str], since: float) -> float:
         peers = [self._swarm.peer(name) for name in names]
-        found = one_mean(peers, since)
-        assert found
-        return max(each["time"] for peer in peers for each in peer.reports() if each["lineage"] == found["lineage"])
+        found = {each["lineage"] for each in self._means(peers, since)}
+        return max(each["time"] for peer in peers for each in peer.reports() if each["lineage"] in found)
 
     def _next_round(self, since: float, without: str) -> float:
         """Seconds until the others decided a mean that began after `since` and is without that peer."""

@@ -1,7 +1,8 @@
 """The compose swarm as seen from its machine: containers, their runs and the reports of their peers.
 
 A container is not a peer: the state directory that a container takes in the common volume may change with every start.
-Peers are therefore named by their directories: `founder`, `peer-1`, `peer-2` …
+Peers are therefore named by their directories: `founder`, `peer-1`, `peer-2` … A replica of the profile `stages` has a
+volume of its own, and the name of its service.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from tests.support.history import History
 from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import wait
 
-FOUNDER = "founder"
+FOUNDER, PEER = "founder", "peer"
 POLL_SECONDS = 0.25
 UP_SECONDS, STOP_SECONDS, IDENTITY_SECONDS = 120.0, 60.0, 60.0
 GRACE_SECONDS = 20
@@ -73,6 +75,7 @@ class Swarm:
     project: str
     variables: Mapping[str, str]
     home: Path
+    profile: str = ""
     spells: list[Spell] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     health: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -85,18 +88,23 @@ class Swarm:
 
     def compose(self, *arguments: str, seconds: float = UP_SECONDS) -> str:
         file = str(REPOSITORY / "docker/compose.yaml")
+        profile = ("--profile", self.profile) if self.profile else ()
         return self.engine.compose(
-            "-p", self.project, "-f", file, *arguments, seconds=seconds, variables=self.variables
+            "-p", self.project, "-f", file, *profile, *arguments, seconds=seconds, variables=self.variables
         )
 
     def up(self, peers: int) -> float:
         """Start the founder and `peers` others, as far as they do not run; returns the wall time before."""
+        return self.launch("--scale", f"peer={peers}", count=1 + peers)
+
+    def launch(self, *arguments: str, count: int) -> float:
+        """`compose up` with these arguments, after which `count` containers run; returns the wall time before."""
         if not self._watch:
             filters = ("type=container", "event=start", "event=die", f"label=com.docker.compose.project={self.project}")
             self._watch = self.engine.events(self.home / "events.jsonl", *filters)
         began = time.time()
-        self.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", f"peer={peers}")
-        self.identify(1 + peers)
+        self.compose("up", "--detach", "--no-build", "--no-recreate", *arguments)
+        self.identify(count)
         return began
 
     def down(self) -> None:
@@ -154,6 +162,22 @@ class Swarm:
         self.engine.run("start", *(self.container(name) for name in names), seconds=UP_SECONDS)
         self.identify(running + len(names))
         return began
+
+    def lose(self, name: str) -> None:
+        """Remove a container and its volume. What the peer reported is kept, under another name."""
+        kept, gone, container = self.home / f"{name} that was lost", self.peer(name), self.container(name)
+        self.expect([name], -signal.SIGKILL)
+        self.engine.run("kill", container)
+        wait(f"{name} has ended", lambda: name not in self.names, 10.0, POLL_SECONDS)
+        self.keep_logs(container)
+        shutil.copytree(gone.directory, kept, ignore=lambda _, names: {*names} - {"rounds.jsonl", "incarnation"})
+        self.engine.run("container", "rm", container)
+        self.engine.run("volume", "rm", f"{self.project}_{name}")
+        history = History(kept / "rounds.jsonl")
+        self._peers[kept.name] = replace(self._peers.pop(name), name=kept.name, directory=kept, history=history)
+        self.logs[kept.name] = self.logs.pop(name, "")
+        for spell in self.spells:
+            spell.name = kept.name if spell.name == name else spell.name
 
     def privileges(self) -> list[str]:
         found = []
@@ -234,16 +258,16 @@ class Swarm:
         """The peer whose directory a container holds; empty if it holds none, or has ended."""
         with suppress(OSError, subprocess.SubprocessError, psutil.Error):
             state = self.inspect(spell.container)
-            founder = state["Config"]["Labels"]["com.docker.compose.service"] == FOUNDER
+            service = state["Config"]["Labels"]["com.docker.compose.service"]
             for directory in directories(int(state["State"]["Pid"])):
-                name = FOUNDER if founder else directory
+                name = directory if service == PEER else service
                 if (self._directory(name) / "identity.key").exists():
                     return name
         return ""
 
     def _directory(self, name: str) -> Path:
-        service, directory = (FOUNDER, "peer-1") if name == FOUNDER else ("peers", name)
-        return self._volume(service) / "starling" / directory
+        volume, directory = ("peers", name) if name.startswith(f"{PEER}-") else (name, "peer-1")
+        return self._volume(volume) / "starling" / directory
 
     def _volume(self, name: str) -> Path:
         if name not in self._volumes:
@@ -253,10 +277,11 @@ class Swarm:
 
     # -- logs, health, memory -----------------------------------------------------------------------------------------
 
-    def keep_logs(self) -> None:
+    def keep_logs(self, *containers: str) -> None:
+        """Read the logs of these containers, or of all."""
         latest = {spell.container: spell.name for spell in self.spells}
         listed = self.engine.run("ps", "--all", "--quiet", "--no-trunc", f"--filter=label={self._label}").split()
-        for container in listed:
+        for container in containers or listed:
             name = latest.get(container) or container[:12]
             said = self.engine.run("logs", container, stderr=subprocess.STDOUT)
             self.logs[name] = self.logs.get(name, "") + said

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tests.docker.cases import Struck
 from tests.docker.swarm import Swarm
 from tests.faults.goodput import reports
-from tests.faults.judge import NO_ROUND
+from tests.faults.judge import NO_ROUND, Verdict, judge
 from tests.faults.recording import Event, Limits, Recording
+from tests.faults.timeline import timeline
 from tests.support.checkers import Violation
 
 RECOVERY_SECONDS = 120.0
 Figures = dict[str, Any]
 
 
+def judged(play: Recording, swarm: Swarm, struck: Sequence[Struck], file: Path, say: Callable[[str], None]) -> Verdict:
+    """The verdict of `tests.faults`, and what only containers show. The timeline is written to `file`."""
+    found = judge(play)
+    extra = [each.as_dict() for each in (*forks(play, struck), *unnamed(swarm))]
+    violations = found.violations + extra
+    found = replace(found, violations=violations, verdict="fail" if violations else "pass")
+    lines = timeline(play, found)
+    file.write_text("\n".join(lines) + "\n")
+    for line in lines[-(2 + len(violations)) :]:
+        say(line)
+    return found
+
+
+def broken(found: Verdict) -> list[str]:
+    return [f"{each['invariant']}: {each['peer']}: {each['detail']}" for each in found.violations]
+
+
 def play(
-    swarm: Swarm, events: Sequence[Event], struck: Sequence[Struck], calm: tuple[float, float], ended: float
+    swarm: Swarm,
+    events: Sequence[Event],
+    struck: Sequence[Struck],
+    calm: tuple[float, float],
+    ended: float,
+    stages: int = 1,
 ) -> Recording:
     """The swarm has left, and its volumes still exist."""
     everybody = swarm.everybody()
@@ -41,6 +66,7 @@ def play(
         left=swarm.left(),
         measures={},
         stuck=[f"{case.name}: {what}" for case in struck for what in case.failed],
+        stages=stages,
     )
 
 
@@ -77,10 +103,7 @@ def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
     first, last = losses(play)
     failed = sum(code != 0 for code in swarm.health.values())
     return {
-        "cases": [
-            {"name": each.name, "whom": each.targets, "peers": len(each.should), "failed": each.failed, **each.figures}
-            for each in struck
-        ],
+        "cases": cases(struck),
         "rounds": max((each["round"] + 1 for each in everything), default=0),
         "held_out_loss": [first, last],
         "bytes_sent": sum(each["bytes_sent"] for each in everything),
@@ -90,6 +113,13 @@ def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
         "health_checks_failed": failed,
         "seconds": play.ended - play.calm[0],
     }
+
+
+def cases(struck: Sequence[Struck]) -> list[Figures]:
+    return [
+        {"name": each.name, "whom": each.targets, "peers": len(each.should), "failed": each.failed, **each.figures}
+        for each in struck
+    ]
 
 
 def table(found: Figures) -> list[str]:

@@ -110,7 +110,7 @@ def test_run_begins_without_its_founder(tmp_path: Path, joining: int) -> None:
         for peer in (first, *others):
             wait(f"{peer.name} trains", lambda peer=peer: rounds(peer), BEGINS_SECONDS)  # type: ignore[misc]
         assert sorted(peer.status()["stage"] for peer in (first, *others)) == [0, 1, 2]
-        founder.start()  # it knows no address of another peer
+        founder.start("--bootstrap", first.address)
         goes_on(founder, "in the stage that it was given")
 
 
