@@ -146,15 +146,22 @@ class Gate:
     """Is closed until it is opened, or until a deadline. One owner closes it; any number of tasks may wait."""
 
     def __init__(self) -> None:
-        self._until = float("-inf")
+        self._until = self._since = float("-inf")
         self._notifier = Notifier()
 
     @property
     def closed(self) -> bool:
         return loop_time() < self._until
 
+    @property
+    def closed_seconds(self) -> float:
+        """How long it has been closed; 0 if it is open."""
+        return loop_time() - self._since if self.closed else 0.0
+
     def close(self, until: Deadline) -> None:
         """Close the gate until `until` at the latest. Replaces an earlier deadline."""
+        if not self.closed:
+            self._since = loop_time()
         self._until = until
 
     def open(self) -> None:

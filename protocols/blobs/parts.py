@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PAST_PAUSES = 1  # pauses before a chunk of a past round is sent during a data phase: its requester has a deadline
+PAST_PAUSES = 1  # of a past round's chunks, as a data phase begins: their requester has a deadline
 STORE_ROUNDS = 64
 PARTS_AT_ONCE = 4  # parts of a round that are fetched concurrently
 LEAST_ROUNDS = 16

@@ -3,12 +3,15 @@
 The digests of a blob's chunks are its index. A peer that knows a digest of the whole asks several holders by name, and
 verifies the index that they send, then each chunk (`protocols.blobs.download`). It needs no holder to be honest.
 
-Rounds have priority: during a data phase, some blobs have to wait (`Blob.pauses`).
+Rounds have priority: some blobs wait while a data phase begins (`Blob.pauses`). If it lasts, they are sent one chunk at
+a time. A joiner of a run whose rounds always fill the lines would otherwise never catch up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -71,8 +74,7 @@ class Blob:
     index: bytes
     read: Callable[[int], Awaitable[Buffer | None]]  # the chunk; None: it cannot be read, and the stream ends
     note: bytes = b""
-    # after this many `Busy` messages during data phases a chunk is sent all the same, lest they never end
-    pauses: int = 0
+    pauses: int = 0  # how often PUT_OFF_SECONDS it waits from the begin of a data phase
     large: bool = False  # few peers at a time may fetch it
 
 
@@ -87,6 +89,7 @@ class BlobServer:
         self._find: list[FindBlob] = []
         self._limiter = StreamLimiter()
         self._fetching: list[PeerId] = []
+        self._sending = asyncio.Lock()  # of chunks in a data phase
         host.transport.serve(BLOBS, self._serve)
 
     def add(self, find: FindBlob) -> None:
@@ -131,14 +134,37 @@ class BlobServer:
             await self._give_way(stream, found.pauses)
             if (data := await found.read(asked)) is None:
                 return
-            async with progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it receives a chunk"):
+            async with (
+                self._turn(stream, found.pauses if self.gate.closed else 0),
+                progress_timeout(REQUESTER_IDLE_SECONDS, stream, "it receives a chunk"),
+            ):
                 await stream.send(wire.Chunk(asked, len(data)), data)
         raise BadPayload(f"asks for {2 * chunks} chunks, twice all there are")
 
     async def _give_way(self, stream: Stream, pauses: int) -> None:
-        """Wait while a round needs the link. `Busy` messages show the other peer that this one is still alive."""
-        for _ in range(pauses):
-            if await self.gate.passed(PUT_OFF_SECONDS):
+        """Wait while a data phase begins."""
+        while (left_seconds := pauses * PUT_OFF_SECONDS - self.gate.closed_seconds) > 0:
+            if await self.gate.passed(min(left_seconds, PUT_OFF_SECONDS)):
                 return
-            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a message"):
-                await stream.send(Busy(PUT_OFF_SECONDS))
+            await self._put_off(stream)
+
+    @asynccontextmanager
+    async def _turn(self, stream: Stream, pauses: int) -> AsyncIterator[None]:
+        """Let one chunk after another be sent. None waits longer than `pauses`: a requester may be slow to receive."""
+        is_mine = False
+        for _ in range(pauses):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PUT_OFF_SECONDS):
+                    is_mine = await self._sending.acquire()
+                    break
+            await self._put_off(stream)
+        try:
+            yield
+        finally:
+            if is_mine:
+                self._sending.release()
+
+    async def _put_off(self, stream: Stream) -> None:
+        """Show the other peer that this one is still alive."""
+        async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it receives a message"):
+            await stream.send(Busy(PUT_OFF_SECONDS))

@@ -31,7 +31,7 @@ must be kept for at least twice as many rounds.
 """
 KEEP_SNAPSHOTS = 2
 MAX_PAUSES = 4
-"""After this many `Busy` messages a joiner gets one chunk. So joiners make progress even if data phases never end."""
+"""See `Blob.pauses`. Joiners make progress even if data phases never end."""
 LENT = 2  # limit of older snapshots kept for joiners: those that were read most recently
 LEND_SECONDS = 300.0
 """How long an older snapshot is kept after it was read: enough for a joiner that was cut off, or restarts."""
