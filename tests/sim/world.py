@@ -436,7 +436,10 @@ def called_early(outer_loop: OuterLoop | None, report: checkers.Report) -> Itera
     resolved, roster = session.call.resolved, session.head.roster
     offers = resolved.plan.offers if resolved else ()
     leave = {offer.member for offer in offers if offer.leaving} >= set(roster)
-    if offers and not leave and not any(offer.complete for offer in offers):
+    planned = {offer.member.peer for offer in offers}
+    # A later coordinator calls without a member that is silent. Its complete work may have begun the call.
+    left_out = {member.peer for member in roster} - planned - {*session.call.incomplete()}
+    if offers and not leave and not left_out and not any(offer.complete for offer in offers):
         what = f"called with {[offer.tokens for offer in offers]} tokens, none of them complete"
         yield checkers.Violation("early", report["peer"], report["round"], what)
 
