@@ -281,7 +281,8 @@ async def test_donors_pause_while_a_round_needs_the_link(world: RoundsDecided) -
 @simulated(RoundsDecided)
 async def test_endless_data_phase_lets_joiners_fetch_one_chunk_at_a_time(world: RoundsDecided) -> None:
     """Only its begin holds them up. So rounds that always fill the lines keep most of them, and joiners catch up."""
-    sending, most, first = Counter[str](), Counter[str](), []
+    sending, most = Counter[str](), Counter[str]()
+    first: list[float] = []
 
     def watch(donor: str, peer: SyncPeer) -> None:
         async def count(stream: FramedStream, header: Header, payload: Buffer) -> None:
