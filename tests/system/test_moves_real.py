@@ -72,7 +72,7 @@ def test_peer_killed_in_a_move_restarts_in_a_stage(tmp_path: Path, moment: str) 
         goes_on(founder, "with c")
 
 
-CROWDED = "stages = 3\nrebalance = true\n" + paced(elements=20_000, step_seconds=1.6, inner_steps=8) + "batches = 8\n"
+CROWDED = "stages = 3\nrebalance = true\n" + paced(elements=20_000, step_seconds=1.6, inner_steps=12) + "batches = 8\n"
 """Two replicas in each stage take twice as many microbatches as one: a round gets shorter by the moves."""
 BALANCED_ROUNDS = 10
 
@@ -108,13 +108,15 @@ def test_crowded_stage_spreads_by_itself_without_lost_rounds(tmp_path: Path) -> 
     """The rule looks once a minute, and a round is shorter than that here."""
     with RebalancingSwarm(tmp_path, CROWDED) as swarm:
         peers = swarm.crowd()
-        assert [len(each) for each in swarm.by_stage()] == [4, 1, 1]
+        before = swarm.by_stage()
+        assert [len(each) for each in before] == [4, 1, 1]
         begun = max(peer.last()["round"] for peer in swarm.by_stage()[0])
-        wait("two work in each stage", swarm.is_balanced, 400, 0.25)
+        wait("two work in each stage", swarm.is_balanced, 480, 0.25)
         drivers = swarm.by_stage()[0]
         ended = min(peer.last()["round"] for peer in drivers)
         assert ended - begun <= BALANCED_ROUNDS
-        assert sum("needs this peer more" in peer.said() for peer in peers.values()) == 2, "two moves"
+        after = swarm.by_stage()
+        assert set(before[1]) <= set(after[1]) and set(before[2]) <= set(after[2]), "two moves"
         assert all("pinned" not in (peer.directory / "stage").read_text() for peer in peers.values())
         goes_on(drivers[0], "in balance")
     for driver in drivers:
