@@ -73,6 +73,7 @@ $(SIM_OVERLAPS): sim-overlap-at-every-message-%:
 sim-overlap:
 	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 0:3 --faults all --overlap
 	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 3:6 --faults all --overlap --fragments 4
+	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 1010 --faults crash --overlap --fragments 4 --json
 sim-pairs-of-crashes:
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500
 sim-calm:

@@ -101,7 +101,11 @@ class CatchUp:
         sync_progress.begin(since, self.fetcher.mean_bytes)
         snapshot = await self.fetcher.download(self.chain, self.deadline)
         sync_progress.rounds_whole = self.chain.count_since(snapshot.lineage)
-        return await self._replay(snapshot, snapshot.lineage, snapshot)
+        try:
+            return await self._replay(snapshot, snapshot.lineage, snapshot)
+        except StateUnavailable:
+            self.fetcher.leads_nowhere(snapshot.lineage)
+            raise
 
     async def _from_former(self) -> CatchUpResult:
         self.fetcher.sync_progress.begin(0, self.fetcher.mean_bytes)

@@ -40,6 +40,7 @@ class StateFetcher:
         self._failures: RecentDict[PeerId, int] = RecentDict(MAX_FAILURES)  # of sources of parts
         self._begun: SnapshotDownload | None = None
         self._failed: set[bytes] = set()  # roots whose state no former member sent
+        self._led_nowhere: RecentDict[bytes, bool] = RecentDict(MAX_FAILED)  # lineages of snapshots, see `leads_nowhere`
 
     def on_slow(self, line: str) -> None:
         self._context.say(line)
@@ -122,12 +123,21 @@ class StateFetcher:
         """Heads of a verified chain whose state is served and whose root is certified, cheapest first.
 
         The cost is that of the snapshot's missing bytes and of the means since then. So a partial download is continued
-        until a newer snapshot costs less.
+        until a newer snapshot costs less. Those that have led nowhere come last: a mean may be so small that an old
+        snapshot costs least for ever, though nobody has the means since.
         """
         lineages = [*self._context.peers.snapshot_holders(), *([self._begun.at.key.lineage] if self._begun else [])]
         heads = [head for lineage in dict.fromkeys(lineages) if (head := chain.at(lineage))]
         sound = [head for head in heads if head.state_root != UNSETTLED]
-        return sorted(sound, key=lambda head: (self.cost_bytes(chain, head), -head.key.round))
+
+        def rank(head: Head) -> tuple[bool, int, int]:
+            return head.key.lineage in self._led_nowhere, self.cost_bytes(chain, head), -head.key.round
+
+        return sorted(sound, key=rank)
+
+    def leads_nowhere(self, lineage: bytes) -> None:
+        """Note that the means since a snapshot could not be had."""
+        self._led_nowhere[lineage] = True
 
     def cost_bytes(self, chain: Chain, head: Head) -> int:
         """Approximate bytes to fetch for a snapshot at this head, and for the means up to the head of the chain."""
