@@ -4,8 +4,8 @@
 
 Each peer is a process on the loopback, with libraries held to one thread. In a round all peers get the vectors of that
 round, the same for every system, form their group, and average. The time runs from "vectors ready and group known" (the
-first peer's start) until the last peer holds the mean. Forming the group is timed by itself and in no ratio. Nothing holds
-our round up after its group is formed, so our CPU seconds, memory and bytes are those of both.
+first peer's start) until the last peer holds the mean. Forming the group is timed by itself and in no ratio. Our
+rounds go on as soon as the group is formed, so their CPU seconds, memory and bytes are those of both.
 
     tcp-floor, encrypted-floor   the same bytes between the same processes, and nothing else done (`floor_peer`)
     p2pd-floor                   the same bytes over plain libp2p streams, to the next peer only

@@ -40,7 +40,7 @@ class StateFetcher:
         self._failures: RecentDict[PeerId, int] = RecentDict(MAX_FAILURES)  # of sources of parts
         self._begun: SnapshotDownload | None = None
         self._failed: set[bytes] = set()  # roots whose state no former member sent
-        self._led_nowhere: RecentDict[bytes, bool] = RecentDict(MAX_FAILED)  # lineages of snapshots, see `leads_nowhere`
+        self._led_nowhere: RecentDict[bytes, bool] = RecentDict(MAX_FAILED)  # lineages of snapshots
 
     def on_slow(self, line: str) -> None:
         self._context.say(line)
