@@ -163,6 +163,7 @@ class AveragingResult:
     blamed: tuple[PeerFault, ...] = ()  # refused, lost or clamped
     bytes_sent: int = 0  # of this round, headers and control messages included
     bytes_received: int = 0
+    capped: Mapping[PeerId, int] = field(default_factory=dict)  # members with less weight than tokens -> their tokens
     seconds_moving: float = math.nan  # in which data moved, of the time that `average` took; not known if NaN
 
     @property
@@ -184,6 +185,10 @@ class SyncStatus:
     eta_seconds: float | None  # time left; null while nothing is received
 
 
+MAX_WEIGHT = 3.0
+"""`Settings.max_weight`, unless the run says otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     codec: str  # of vectors on the wire; this and the next two are equal at all peers of a run
@@ -196,6 +201,7 @@ class Settings:
     quorum: Callable[[int], int] | None = None  # votes that decide, by the roster's size; None: a majority
     fork_peers: int = 1  # least number of members that may fork when the majority is gone; 0 forbids forks
     robust: str = "mean"  # how reducers average (`protocols.vectors.robust`); equal at all peers of a run
+    max_weight: float = MAX_WEIGHT  # of a member, in weights of the median one; equal at all peers of a run
     overlaps: bool = False  # training continues while a round averages; equal at all peers of a run
     schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 

@@ -214,6 +214,7 @@ def protocol_settings(
         keep_rounds=KEEP_ROUNDS * config.recipe.fragment_count,
         fork_peers=config.fork_peers,
         robust=config.robust,
+        max_weight=config.weight_limit,
         overlaps=config.recipe.overlaps,
         schedule=config.schedule,
     )

@@ -33,7 +33,8 @@ from node.tasks import name as names
 from node.tasks.gpt_presets import DEFAULT_PRESET, PLAIN_OUTER_STEP, USUAL_OUTER_STEP, Preset, preset, recipe_for
 from node.tasks.hf.settings import HfSettings
 from node.tasks.recipe import MAX_FRAGMENTS, Recipe, described
-from protocols.base import MAX_STAGES
+from protocols.allreduce.plan import CLAIM_SPREAD
+from protocols.base import MAX_STAGES, MAX_WEIGHT
 from protocols.registry import (
     ACTIVATION_CODECS,
     CHUNK_ELEMENTS,
@@ -127,6 +128,12 @@ class RunConfig:
         "or multi_krum. The default, mean, is with butterfly that of vectors clipped to the median norm.",
         "mean",
     )
+    max_weight: Annotated[float | None, Field(ge=1, le=CLAIM_SPREAD)] = described(
+        "With butterfly and moshpit: how many times the median member's work the work of one member may count in a "
+        "mean, from 1 to 16, so that one large machine, or one liar, does not own it. Default: 3; with a robust rule "
+        "always 1.",
+        None,
+    )
     schedule: Annotated[str, _one_of("schedule", SCHEDULES)] = described(
         "Which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at "
         "distances 1, 2, 4, …. one-peer-exponential: one of these in turn. random, the default: pairs are drawn in "
@@ -182,6 +189,9 @@ class RunConfig:
             raise ValueError(f"codec topk sends mostly zeros, from which {self.robust} makes zeros: use another codec")
         if self.robust != "mean" and self.protocol not in _RULED:
             raise ValueError(f"robust {self.robust} is for {' and '.join(_RULED)}: {self.protocol} takes no rule")
+        if self.max_weight is not None and (self.protocol not in _RULED or self.robust != "mean"):
+            why = self.protocol if self.protocol not in _RULED else f"robust {self.robust}, where no weight exceeds one"
+            raise ValueError(f"max_weight is for {' and '.join(_RULED)} and the robust rule mean: not for {why}")
         if self.schedule != "random" and self.protocol not in _SCHEDULED:
             raise ValueError(f"schedule {self.schedule} is for {' and '.join(_SCHEDULED)}: {self.protocol} has none")
         if self.codec == "topk" and self.protocol != "butterfly":
@@ -238,6 +248,11 @@ class RunConfig:
     @property
     def gradient_codec(self) -> str:
         return self.gradients or self.activation_codec
+
+    @property
+    def weight_limit(self) -> float:
+        """`protocols.base.Settings.max_weight`. Runs that say nothing were begun before there was this setting."""
+        return self.max_weight or CLAIM_SPREAD
 
     @property
     def fork_peers(self) -> int:
@@ -347,8 +362,10 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the values of the preset, and drop the tables of other tasks."""
+    """Add the largest weight and the values of the preset, and drop the tables of other tasks."""
     task = values.setdefault("task", "gpt")
+    if values.get("protocol", _PROTOCOL) in _RULED and values.get("robust", "mean") == "mean":
+        values.setdefault("max_weight", MAX_WEIGHT)
     gpt, paced, hf, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and (names.is_own(task) or task == names.LOOP):
         return {**values, "options": options, "recipe": {**_RECIPE_OF_MODELS, **values["recipe"]}}

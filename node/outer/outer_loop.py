@@ -7,6 +7,7 @@ train, average, step, report.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ from protocols.base import (
 from protocols.sync.service import SyncServiceBase
 from protocols.sync.snapshot import Snapshot, Snapshots
 from protocols.wire import MAX_NORM
+
+log = logging.getLogger(__name__)
 
 FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
@@ -91,6 +94,7 @@ class OuterLoop(ABC):
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
         self._trained = TrainingDelta()
+        self._said_capped = False
 
     @property
     def anchor(self) -> Vector:
@@ -270,6 +274,7 @@ class OuterLoop(ABC):
         trained_tokens, trained_seconds = self._trained.take()
         overlap_seconds = done.seconds.get("overlap", 0.0)
         overlap_tokens, self._overlap_tokens = self._overlap_tokens, 0
+        self._say_if_capped(key.round, mean)
         known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage
         counted = {p: (anchor if p in known else "", c.chunks_counted, c.chunks) for p, c in mean.contributions.items()}
         return RoundReport(
@@ -300,6 +305,15 @@ class OuterLoop(ABC):
             bytes_received=mean.bytes_received,
             time=self._wall(),
         )
+
+    def _say_if_capped(self, round: int, mean: AveragingResult) -> None:
+        """Log once that this peer's work counts less than its tokens."""
+        tokens = mean.capped.get(self.me.peer)
+        if tokens and not self._said_capped:
+            self._said_capped = True
+            counts = f"{mean.weights[self.me.peer]:,.0f}"
+            why = "the most that this run lets one member count beside the others (max_weight)"
+            log.info("the %s tokens of this peer count as %s in round %d, %s", f"{tokens:,}", counts, round, why)
 
 
 def diverged(work: LocalProgress) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from protocols.base import BadPayload, LinkFault, Member, PeerFault, PeerId, RoundKey
+from protocols.base import MAX_WEIGHT, BadPayload, LinkFault, Member, PeerFault, PeerId, RoundKey
 from protocols.wire import MAX_ROSTER, MAX_SECONDS, Offer, PartDone, Plan, canonical_bytes
 
 READY_SHARE = 2 / 3
@@ -115,6 +115,7 @@ class PlanInputs:
     bytes_per_element: float  # of an encoded contribution
     complaints: tuple[LinkFault, ...] = ()  # broken links: the members at both ends reduce nothing
     robust: str = "mean"
+    max_weight: float = MAX_WEIGHT
     grain: int = 1  # parts begin at multiples of this number of elements
     growth: Callable[[int], float] = lambda members: 1.0  # members -> bytes of a mean for each of a contribution
 
@@ -161,9 +162,9 @@ class ResolvedPlan:
     plan: Plan
     digest: bytes
     peers: tuple[PeerId, ...]  # in the order of mask bits and of summation
-    weights: tuple[float, ...]  # after clamping; 0: contributes nothing
+    weights: tuple[float, ...]  # at most `Settings.max_weight` median ones; 0: contributes nothing
     factors: tuple[float, ...]  # each contribution is multiplied by its one before it is weighted, in (0, 1]
-    clamped: tuple[PeerFault, ...]  # members whose weight was clamped, or whose norm will be clipped by much
+    clamped: tuple[PeerFault, ...]  # members that claim an implausible weight, or whose norm will be clipped by much
     allowances: tuple[float, ...]  # median norms that each member's norm may reach
     median_norm: float
     robust: str = "mean"
@@ -172,6 +173,12 @@ class ResolvedPlan:
     def phase_seconds(self) -> float:
         """Expected length of the data phase."""
         return (self.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
+
+    @property
+    def capped(self) -> dict[PeerId, int]:
+        """Members that weigh less than the tokens they trained, and these tokens."""
+        pairs = zip(self.plan.offers, self.weights, strict=True)
+        return {offer.member.peer: offer.tokens for offer, weight in pairs if weight < offer.tokens}
 
     def part(self, index: int) -> tuple[int, int]:
         return self.plan.bounds[index], self.plan.bounds[index + 1]
@@ -201,23 +208,23 @@ def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan
     return replace(plan, ballot=ballot, version=version, reducers=given)
 
 
-def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
+def resolve_plan(plan: Plan, robust: str = "mean", max_weight: float = MAX_WEIGHT) -> ResolvedPlan:
     """Derive all that follows from a plan: weights, clip factors, clamped members.
 
-    With any rule but the mean no member counts for more than the median member: a run that expects wrong vectors must
-    expect wrong claims, too.
+    No member counts for more than `max_weight` median members. With any rule but the mean none counts for more than
+    one: a run that expects wrong vectors must expect wrong claims, too. A member is blamed only for a claim that no
+    honest one makes.
     """
     offers = plan.offers
     tokens, norms = [offer.tokens for offer in offers], [offer.norm for offer in offers]
-    claimed = weights(tokens)
-    plausible = clip_factors(norms, allowances(claimed))
+    plausible, counted = weights(tokens), weights(tokens, max_weight if robust == "mean" else 1.0)
     clamped = []
-    for offer, weight, factor in zip(offers, claimed, plausible, strict=True):
+    honest_factors = clip_factors(norms, allowances(plausible))
+    for offer, weight, counts, factor in zip(offers, plausible, counted, honest_factors, strict=True):
         if weight < offer.tokens:
-            clamped.append(PeerFault(offer.member.peer, f"weight clamped from {offer.tokens} to {weight:g} tokens"))
+            clamped.append(PeerFault(offer.member.peer, f"weight clamped from {offer.tokens} to {counts:g} tokens"))
         if factor < NAMED_FACTOR:
             clamped.append(PeerFault(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
-    counted = claimed if robust == "mean" else weights(tokens, 1.0)
     allowed = allowances(counted)
     factors = clip_factors(norms, allowed)
     peers = tuple(offer.member.peer for offer in offers)
@@ -301,8 +308,8 @@ def cost_seconds(claim: float, others: float, vector_bytes: int, members: int) -
 
 
 CLAIM_SPREAD = 16.0
-"""Tokens count up to this multiple of the lower median, bandwidths within this factor of it: honest peers differ
-tenfold. Of two claims the smaller one is the measure."""
+"""Claims of tokens are plausible up to this multiple of the lower median, bandwidths within this factor of it: honest
+peers differ tenfold. Of two claims the smaller one is the measure."""
 NAMED_FACTOR = 0.5
 """A member whose norm is clipped by a smaller factor is blamed. Half of all honest members are a little above the
 median."""

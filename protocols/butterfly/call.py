@@ -306,7 +306,8 @@ class RoundStart:
                 raise BadPayload("a second plan for one round")
             return
         planning.check(plan, self._inputs, self._roster, self._verify)
-        before, self.resolved = self.resolved, planning.resolve_plan(plan, self._inputs.robust)
+        inputs, before = self._inputs, self.resolved
+        self.resolved = planning.resolve_plan(plan, inputs.robust, inputs.max_weight)
         self._stop_spreading()
         self._changed.notify()
         if before is None or before.digest != self.resolved.digest:

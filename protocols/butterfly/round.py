@@ -79,6 +79,7 @@ class Round:
             bytes_per_element=size / many,
             complaints=head.complaints,
             robust=settings.robust,
+            max_weight=settings.max_weight,
             grain=codec.grain,
             growth=lambda members: codec.reduced(members).encoded_bytes(many) / size,
         )
@@ -317,6 +318,7 @@ class Round:
             contributions=records.contributions(record.peers, record.parts),
             weights=dict(zip(resolved.peers, resolved.weights, strict=True)) if resolved and record.averaged else {},
             blamed=resolved.clamped if resolved else (),
+            capped=resolved.capped if resolved and record.averaged else {},
         )
 
     async def _decode(self, parts: Sequence[ReducedPart], into: VectorView) -> bool:

@@ -216,13 +216,14 @@ class GroupMatchmaker:
         self._accept(plan)
 
     def _accept(self, plan: wire.Plan) -> None:
-        resolved = planning.resolve_plan(plan, self._moshpit.settings.robust)
+        settings = self._moshpit.settings
+        resolved = planning.resolve_plan(plan, settings.robust, settings.max_weight)
         count = len(resolved.peers)
         # Unlike a pseudo-gradient, a state does not grow after its offer: its limit is its own norm, not the others'.
         self.resolved = replace(resolved, factors=(1.0,) * count, allowances=(UNCLIPPED,) * count, median_norm=0.0)
-        for offer, weight in zip(plan.offers, resolved.weights, strict=True):
-            if weight < offer.tokens and self._moshpit.settings.robust == "mean":
-                self._moshpit.accounting.name(
-                    offer.member.peer, "its weight was clamped: far above the others' weights"
-                )
+        plausible = planning.weights([offer.tokens for offer in plan.offers])
+        for offer, weight in zip(plan.offers, plausible, strict=True):
+            if weight < offer.tokens:
+                why = "its weight was clamped: far above the others' weights"
+                self._moshpit.accounting.name(offer.member.peer, why)
         self.wake()

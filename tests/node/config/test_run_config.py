@@ -143,6 +143,12 @@ def test_fork_setting_gives_the_fork_peers() -> None:
     assert run({"min_peers": 3, "fork": "never"}).fork_peers == 0
 
 
+def test_new_runs_cap_weights_and_older_ones_keep_their_bound() -> None:
+    assert run().weight_limit == 3.0 and run({"max_weight": 8}).weight_limit == 8.0
+    assert run({"protocol": "gossip"}).max_weight is run({"robust": "krum"}).max_weight is None
+    assert replace(run(), max_weight=None).weight_limit == 16.0
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -163,6 +169,10 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("codec = 'int9'", "did you mean 'int8'?"),
         ("robust = 'centred-clip'", "did you mean 'centered_clip'?"),
         ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, from which krum makes zeros: use another codec"),
+        ("max_weight = 0.5", "max_weight"),
+        ("max_weight = 17", "max_weight"),
+        ("max_weight = 2\nprotocol = 'gossip'", "max_weight is for butterfly and moshpit and the robust rule mean: not"),
+        ("max_weight = 2\nrobust = 'krum'", "not for robust krum, where no weight exceeds one"),
         ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
         ("protocol = 'gossip'\nschedule = 'one_peer'", "did you mean 'one-peer-exponential'?"),
         ("schedule = 'ring'", "schedule ring is for gossip and push_sum: butterfly has none"),

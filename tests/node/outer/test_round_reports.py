@@ -75,6 +75,16 @@ async def test_committed_round_is_reported_in_full() -> None:
     assert report.time == pytest.approx(EPOCH + 105.5, abs=1e-3)
 
 
+def test_capped_weight_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "node.outer")
+    one = AveragingResult(Outcome.COMMITTED, weights={"anna": 300.0, "bert": 100.0}, capped={"anna": 5000})
+    play_rounds(committed(), Script(end=one), Script(end=one))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the 5,000 tokens of this peer count as 300 in round 1, "
+        "the most that this run lets one member count beside the others (max_weight)"
+    ]
+
+
 def test_undecided_round_is_reported_in_full() -> None:
     end = AveragingResult(Outcome.UNDECIDED, blamed=(PeerFault("bert", "lost"),), bytes_sent=5)
     _, (before, report) = play_rounds(committed(), lost(end=end))

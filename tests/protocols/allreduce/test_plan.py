@@ -114,10 +114,12 @@ def test_plan_resolves_to_all_derived_values() -> None:
     resolved = planning.resolve_plan(plan)
     assert resolved.plan is plan and resolved.digest == planning.plan_digest(plan)
     assert resolved.peers == ("anna", "bert", "cleo") and resolved.robust == "mean"
-    assert resolved.weights == (100.0, 100.0, 1600.0) and resolved.allowances == (1.0, 1.0, 16.0)
-    assert resolved.factors == (1.0, 1.0, 1.0) and resolved.median_norm == 4.0
+    assert resolved.weights == (100.0, 100.0, 300.0) and resolved.allowances == (1.0, 1.0, 3.0)
+    assert resolved.factors == (1.0, 1.0, 0.75) and resolved.capped == {"cleo": 5000}
+    assert planning.resolve_plan(plan, max_weight=8.0).weights == (100.0, 100.0, 800.0)
+    assert resolved.median_norm == 4.0
     assert {blame.peer: blame.why for blame in resolved.clamped} == {
-        "cleo": "weight clamped from 5000 to 1600 tokens",
+        "cleo": "weight clamped from 5000 to 300 tokens",
     }
     assert [resolved.part(index) for index in range(3)] == [(0, 333), (333, 666), (666, 999)]
     assert [resolved.norm_limit(index) for index in range(3)] == [96.0, 96.0, 96.0]
@@ -134,10 +136,10 @@ def test_only_heavily_clipped_members_are_named() -> None:
     assert planning.resolve_plan(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
 
 
-def test_robust_rule_caps_weights_without_blame() -> None:
+def test_caps_on_weights_blame_no_honest_member() -> None:
     offers = [offer("anna", tokens=100), offer("bert", tokens=300), offer("cleo", tokens=1000, norm=5.0)]
     plan = drawn(*offers)
-    assert planning.resolve_plan(plan).weights == (100.0, 300.0, 1000.0)
+    assert planning.resolve_plan(plan).weights == (100.0, 300.0, 900.0)
     resolved = planning.resolve_plan(plan, "median")
     assert resolved.weights == (100.0, 300.0, 300.0) and resolved.allowances == (1.0, 1.0, 1.0)
     assert resolved.factors == (1.0, 1.0, 0.2) and resolved.robust == "median"

@@ -10,6 +10,7 @@ import torch
 
 from protocols.allreduce.plan import weights as plan_weights
 from protocols.base import (
+    MAX_WEIGHT,
     Member,
     Outcome,
     Stream,
@@ -54,7 +55,7 @@ def test_exact_mean_for_every_group_size(count: int, elements: int) -> None:
     averaged = ButterflyHarness(given, tokens, bandwidths, chunk_elements=4096).average()
     assert [mean.outcome for mean in averaged.means] == [Outcome.COMMITTED] * count
     assert same_bits(averaged)
-    expected = reference(given, list(plan_weights(tokens)))
+    expected = reference(given, list(plan_weights(tokens, MAX_WEIGHT)))
     assert float((averaged.results[0].double() - expected).norm() / given[0].double().norm()) <= 1e-6
     assert len({mean.record for mean in averaged.means}) == 1
     assert averaged.means[0].peers == averaged.peers
@@ -158,9 +159,9 @@ def test_huge_weight_claim_is_clamped_and_blamed() -> None:
     averaged = ButterflyHarness(given, [1000] * 4, [1e7] * 4, chunk_elements=2048, lies={liar: "weight-huge"}).average()
     honest = [mean for index, mean in enumerate(averaged.means) if index != liar]
     assert {mean.outcome for mean in honest} == {Outcome.COMMITTED}
-    assert {mean.weights[names[liar]] for mean in honest} == {16_000.0}
+    assert {mean.weights[names[liar]] for mean in honest} == {3_000.0}
     assert all(any(b.peer == names[liar] and "clamped" in b.why for b in mean.blamed) for mean in honest)
-    expected = reference(given, [16.0 if index == liar else 1.0 for index in range(4)])
+    expected = reference(given, [3.0 if index == liar else 1.0 for index in range(4)])
     assert all(relative_error(averaged.results[index], expected) <= 1e-6 for index in range(4) if index != liar)
 
 
