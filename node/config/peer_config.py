@@ -251,6 +251,14 @@ class PeerConfig:
     disk_limit_bytes: Annotated[float, _Size, Field(gt=0, le=1e15)] = setting(
         20e9, "Disk space that checkpoints may take.", metavar="GB", option="--disk-limit", unit="GB"
     )
+    backup_bytes: Annotated[float, _Size, Field(ge=0, le=1e15)] = setting(
+        float(4 << 30),
+        "Disk space for backups of other stages, in a run with stages.",
+        more="0: none. A stage takes 8 bytes for each of its parameters, and the largest one as much again.",
+        default="4 GiB",
+        metavar="BYTES",
+        option="--backup-bytes",
+    )
     bandwidth_bytes_per_second: Annotated[float, _Size, Field(gt=0, le=1e12)] = setting(
         DEFAULT_BANDWIDTH, "Upload rate of this machine.", metavar="MB/S", option="--bandwidth", unit="MB"
     )

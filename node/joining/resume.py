@@ -157,7 +157,7 @@ def load_restart_point(
         raise StateError(str(error)) from None
     except OSError as error:
         raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
-    checkpoints = tuple(each for each in found if not shares_anchor or _is_of(chain, each))
+    checkpoints = tuple(each for each in found if not shares_anchor or is_of(chain, each))
     data = checkpoints[0].data if checkpoints else DataCursor(stream_seed(me), me.incarnation, 0)
     return RestartPoint(chain, archive, checkpoints, data, shares_anchor)
 
@@ -178,7 +178,7 @@ def _cut(
     archive = CertificateLog(copy, str(state.certificates))
     stage, first = (seat.stage, seat.member) if seat else (0, manifest.founder)
     chain = chain_of(manifest, stage, first, archive)
-    unused = [each for each in found if not _is_of(chain, each)]
+    unused = [each for each in found if not is_of(chain, each)]
     what = f"none of the checkpoints in {state.home / DIRECTORY} can be used"
     if unused:
         what = f"{state.certificates} is damaged, or of another branch: it does not lead to {_listed(unused)}"
@@ -201,12 +201,13 @@ def _listed(checkpoints: Sequence[Checkpoint]) -> str:
 
 def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:
     """Cut the chain back to the first checkpoint on it, or to the genesis."""
-    usable = tuple(each for each in checkpoints if _is_of(chain, each))
+    usable = tuple(each for each in checkpoints if is_of(chain, each))
     chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run, chain.head.key.scope), ())
     return usable
 
 
-def _is_of(chain: Chain, checkpoint: Checkpoint) -> bool:
+def is_of(chain: Chain, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of this chain, as far as its records say."""
     head = chain.at(checkpoint.lineage)
     return head is not None and head.state_root in (UNSETTLED, checkpoint.state_root)
 

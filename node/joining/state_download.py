@@ -6,6 +6,7 @@ and the state against the chain. So a wrong answer is noticed; an old one is not
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -15,9 +16,20 @@ from pathlib import Path
 from node.config.derived import chain_of, protocol_settings
 from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
+from node.joining.resume import is_of
 from node.storage.buffers import outer_buffer
 from node.storage.certificate_log import CertificateLog
-from node.storage.checkpoint import DIRECTORY, OUTER, Checkpoint, DataCursor, name_of, publish_checkpoint
+from node.storage.checkpoint import (
+    DIRECTORY,
+    INNER,
+    OUTER,
+    Checkpoint,
+    DataCursor,
+    name_of,
+    places,
+    publish_checkpoint,
+    whole,
+)
 from node.tasks.flat import layout_of, unfrozen
 from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage
@@ -27,6 +39,8 @@ from protocols.base import Deadline, Handler, Head, Host, Layout, Member, PeerId
 from protocols.blobs.parts import PartCache
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, Snapshots
+
+log = logging.getLogger(__name__)
 
 INCARNATION = 1
 PROOF_SECONDS = 30.0
@@ -43,6 +57,28 @@ def built_in_layout(manifest: Manifest, stage: int) -> Layout:
     assert config.paced is not None
     elements = manifest.elements_of(stage)[0] if manifest.stages else config.paced.elements
     return Paced(elements, config.seed, resume=True).layout
+
+
+def kept_rounds(manifest: Manifest, stage: int, first: Member, directory: Path) -> int | None:
+    """Number of rounds that trained the newest whole state in a stage's directory; None if there is none. Blocks.
+
+    Raises OSError, CheckpointError.
+    """
+    if not (directory / DIRECTORY).exists():
+        return None
+    chain = chain_of(manifest, stage, first, CertificateLog(directory / "certificates.bin"))
+    found = (each for each in whole(directory, log.warning, manifest.run_id) if is_of(chain, each))
+    return next((chain.trained_at(each.lineage) for each in found), None)
+
+
+def clear(home: Path, kept: str = "", *, also_whole: bool = True) -> None:
+    """Delete downloaded states but the one of that name, the unfinished ones and if wished the whole ones. Blocks.
+
+    Checkpoints that this peer made itself when it was in the stage stay.
+    """
+    for path in places(home, drafts=True) + (places(home) if also_whole else []):
+        if path.name.removeprefix(".") != kept and not (path / INNER).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class _Asking:
@@ -125,6 +161,10 @@ class StateDownload:
             files={},
         )
         publish_checkpoint(made, inner=False)
+
+    def clear(self, kept: Head, *, also_whole: bool = False) -> None:
+        """Delete what other downloads left unfinished, and their whole states if wished. Blocks."""
+        clear(self.directory / DIRECTORY, name_of(kept.key.round, kept.key.lineage), also_whole=also_whole)
 
     def _place(self, lineage: bytes, round_number: int) -> Path:
         """The directory that becomes the checkpoint of this state."""

@@ -22,7 +22,6 @@ from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, Loc
 from node.membership.hello import (
     HELLO,
     MAX_INTRODUCED,
-    STAYS,
     Heartbeat,
     Hello,
     HelloRejected,
@@ -195,12 +194,20 @@ class Membership:
         assert self._local.stage is not None
         self._local.stage.rate = rate
 
-    def announce_placement(self, moving: int = STAYS, *, arrived: int | None = None) -> None:
-        """Tell others at once that this peer moves to another stage, or stays; or in which round it has moved."""
+    def announce_placement(
+        self, *, moving: int | None = None, holds: int | None = None, arrived: int | None = None
+    ) -> None:
+        """Tell others at once to which stage this peer moves (`STAYS`: none), of which ones it has backups, or in which
+        round it has moved. What is None stays as it was.
+        """
         assert self._local.stage is not None
         before = self._local.stage.placement
-        arrived = before.arrived if arrived is None else arrived
-        self._local.stage.placement = replace(before, moving=moving, arrived=arrived)
+        self._local.stage.placement = replace(
+            before,
+            moving=before.moving if moving is None else moving,
+            holds=before.holds if holds is None else holds,
+            arrived=before.arrived if arrived is None else arrived,
+        )
         self._hurry()
 
     def add_candidate(

@@ -27,7 +27,9 @@ STATES = (
     *("starting", "joining", "syncing", "training", "averaging"),
     *("waiting", "paused", "moving", "leaving", "finished"),
 )
-_LATER = frozenset({"version", "device", "move"})  # Fields of a status that a peer of an earlier version leaves out
+_LATER = frozenset(
+    {"version", "device", "move", "backups"}
+)  # Fields of a status that a peer of an earlier version leaves out
 
 T = TypeVar("T")
 
@@ -97,6 +99,7 @@ class Status:
     version: str = ""  # of the peer's code
     device: str = ""  # on which its worker trains; empty if not known yet
     move: str = ""  # with stages: its latest move to another, under way, done, or given up and why; empty without one
+    backups: str = ""  # with stages: how many peers have a backup of its stage, and which ones it has of others
 
 
 def public(status: Status) -> Status:

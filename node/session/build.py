@@ -94,9 +94,15 @@ async def open_session(
         parts, pipeline = None, None
         if entrance:
             parts = StageParts(
-                peer, entrance, chain=start.chain, membership=membership, everyone=host, has_begun=has_begun
+                peer,
+                entrance,
+                manifest=manifest,
+                chain=start.chain,
+                membership=membership,
+                everyone=host,
+                has_begun=has_begun,
             )
-            pipeline = parts.pipeline(worker, manifest, is_leaving)
+            pipeline = parts.pipeline(worker, is_leaving)
         loop, sync = build.outer_loop(
             pipeline.host if pipeline else host, membership, pipeline, checkpoints=checkpoints, scratch=scratch
         )
@@ -113,7 +119,7 @@ async def open_session(
         async with task_group() as group:
             helpers = [group.create_task(each) for each in beside]
             yield session
-            peer.tracker.mover = None
+            peer.tracker.mover = peer.tracker.backups = None
             for each in helpers:
                 each.cancel()
 

@@ -7,20 +7,26 @@ needs a first member more than this one needs a further peer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 from node.config.derived import stream_seed
 from node.config.manifest import Manifest, ManifestError
 from node.joining.stages import ask_stage
-from node.joining.state_download import StateDownload, built_in_layout
+from node.joining.state_download import StateDownload, built_in_layout, clear, kept_rounds
 from node.membership.hello import ANY_STAGE, VERSION, StageRejected, StageReply, StageSeat, WantStage
 from node.membership.seats import SeatLine, Seats, seat_of, seat_to_bytes, seats_of, seats_to_bytes
-from node.storage.checkpoint import DataCursor
+from node.storage.checkpoint import DIRECTORY, CheckpointError, DataCursor
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
-from protocols.base import BadPayload, Compute, Host, Member, PeerError, PeerId, Signer, Transport
+from protocols.base import BadPayload, Compute, Host, Layout, Member, PeerError, PeerId, Signer, Transport
+from protocols.sync.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
 
 ASK_SECONDS = 20.0  # For one answer: the peer that is asked may have to ask the founder
 PAUSE_SECONDS = 2.0
@@ -35,6 +41,8 @@ class StageEntrance:
     def __init__(self, manifest: Manifest, state: StateDir, disk: Compute, signer: Signer) -> None:
         self.seats, self._manifest = Seats(manifest, signer), manifest
         self._me, self._state, self._disk = state.identity.peer_id, state, disk
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)  # of each stage, whose directory is one
+        self._layouts: dict[int, Layout] = {}
 
     @property
     def seat(self) -> StageSeat:
@@ -60,27 +68,71 @@ class StageEntrance:
 
         `me` is this peer's present incarnation: the next one starts from there. Raises StateError, StateUnavailable.
         """
-        seat, following = self.seats.known[stage], replace(me, incarnation=me.incarnation + 1)
-        await self.keep(self.seats.told())
-        home = await self._disk.run(partial(self._state.prepare_stage, stage, seat_to_bytes(seat)), 0)
-        layout = await host.compute.run(partial(built_in_layout, self._manifest, stage), 1 << 30)
-        data = DataCursor(stream_seed(following), following.incarnation, 0)
+        async with self._download(stage, host, me, peers) as download:
+            await self._publish(download, await download.fetch())
+
+    async def back_up(
+        self, stage: int, host: Host, me: Member, peers: Callable[[], Sequence[PeerId]], *, after: int
+    ) -> int:
+        """The same of the newest state, if more than `after` rounds have trained it; it replaces what is there.
+
+        Returns the number of its rounds; `after` if there is no newer state. Raises StateError, StateUnavailable.
+        """
+        async with self._download(stage, host, me, peers) as download:
+            served = download.served()
+            if (newest := max(served, default=after)) <= after:
+                return after
+            await self._disk.run(partial(download.clear, served[newest]), 0)
+            await self._publish(download, await download.fetch(served[newest]))
+            await self._disk.run(partial(download.clear, served[newest], also_whole=True), 0)
+            return newest
+
+    @asynccontextmanager
+    async def _download(
+        self, stage: int, host: Host, me: Member, peers: Callable[[], Sequence[PeerId]]
+    ) -> AsyncIterator[StateDownload]:
+        """A download of another stage's state into its directory, one at a time there. Its chain is proved."""
+        async with self._turns[stage]:
+            seat, following = self.seats.known[stage], replace(me, incarnation=me.incarnation + 1)
+            await self.keep(self.seats.told())
+            home = await self._disk.run(partial(self._state.prepare_stage, stage, seat_to_bytes(seat)), 0)
+            if stage not in self._layouts:
+                self._layouts[stage] = await host.compute.run(partial(built_in_layout, self._manifest, stage), 1 << 30)
+            data = DataCursor(stream_seed(following), following.incarnation, 0)
+            try:
+                download = StateDownload(
+                    host,
+                    self._manifest,
+                    layout=self._layouts[stage],
+                    stage=stage,
+                    first=seat.member,
+                    peers=peers,
+                    directory=home,
+                    data=data,
+                )
+                await download.prove()
+                yield download
+            except OSError as error:
+                raise StateError(f"cannot write {home} ({error.strerror or error}): free space there") from None
+
+    async def _publish(self, download: StateDownload, snapshot: Snapshot) -> None:
+        await self._disk.run(partial(download.publish, snapshot), 0)
+
+    async def backed_up(self, stage: int) -> int | None:
+        """Number of rounds that trained what the directory of another stage holds; None if it holds no state."""
+        if (seat := self.seats.known.get(stage)) is None:
+            return None
+        find = partial(kept_rounds, self._manifest, stage, seat.member, self._state.stage_home(stage))
         try:
-            download = StateDownload(
-                host,
-                self._manifest,
-                layout=layout,
-                stage=stage,
-                first=seat.member,
-                peers=peers,
-                directory=home,
-                data=data,
-            )
-            await download.prove()
-            snapshot = await download.fetch()
-            await self._disk.run(partial(download.publish, snapshot), 0)
-        except OSError as error:
-            raise StateError(f"cannot write {home} ({error.strerror or error}): free space there") from None
+            return await self._disk.run(find, 0)
+        except (OSError, CheckpointError) as error:
+            log.warning("no backup of stage %d: %s", stage, error)
+            return None
+
+    async def drop(self, stage: int) -> None:
+        """Delete the states of another stage that this peer has downloaded."""
+        async with self._turns[stage]:
+            await self._disk.run(partial(clear, self._state.stage_home(stage) / DIRECTORY), 0)
 
     def kept(self, wanted: int | None) -> bool:
         """Take the stage of an earlier incarnation; False if this peer has none yet.

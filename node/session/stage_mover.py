@@ -131,10 +131,10 @@ class StageMover:
                 self.problem = f"not moved to stage {self.target}: {error}"
                 self._say(self.problem)
                 self.target, self.phase = None, ""
-                self._membership.announce_placement()
+                self._membership.announce_placement(moving=STAYS)
 
     async def _move(self, target: int) -> None:
-        self._membership.announce_placement(target)
+        self._membership.announce_placement(moving=target)
         announced_at = loop_time()
         if self._still:
             await asyncio.sleep(INTENT_SECONDS)

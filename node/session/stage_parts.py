@@ -14,17 +14,20 @@ from node.membership.membership import Membership
 from node.outer.outer_loop import OuterLoop
 from node.session.peer_session import PeerSession
 from node.session.processes import PeerProcesses
+from node.session.stage_backups import StageBackups
 from node.session.stage_entrance import StageEntrance
 from node.session.stage_mover import MoveRefused, Rebalancer, StageMover
 from node.storage.statedir import StateError
 from node.training.remote import RemoteTrainer
-from protocols.base import Host
+from protocols.base import Host, PeerId
 from protocols.history.chain import Chain
+from protocols.sync.snapshot import buffer_bytes
 from protocols.sync.snapshot_download import StateUnavailable
 
 if TYPE_CHECKING:
     from node.session.pipeline_session import PipelineSession
     from node.training.remote_stage import RemoteStage
+    from protocols.pipeline.balance import Placements
 
 
 def local_stage(
@@ -49,23 +52,24 @@ class StageParts:
         peer: PeerProcesses,
         entrance: StageEntrance,
         *,
+        manifest: Manifest,
         chain: Chain,
         membership: Membership,
         everyone: Host,
         has_begun: Callable[[], bool],
     ) -> None:
         self._peer, self._entrance, self._chain, self._has_begun = peer, entrance, chain, has_begun
-        self._membership, self._everyone = membership, everyone
+        self._manifest, self._membership, self._everyone = manifest, membership, everyone
         self.assigner = StageAssigner(
             peer.me, entrance.seats, membership, peer.transport, keep=entrance.keep, has_begun=has_begun
         )
 
-    def pipeline(self, worker: RemoteTrainer, manifest: Manifest, is_leaving: Callable[[], bool]) -> PipelineSession:
+    def pipeline(self, worker: RemoteTrainer, is_leaving: Callable[[], bool]) -> PipelineSession:
         from node.session.pipeline_session import PipelineSession  # only runs with stages load its code
 
         return PipelineSession(
             cast("RemoteStage", worker),
-            manifest,
+            self._manifest,
             me=self._peer.me,
             stage=self._entrance.seat.stage,
             host=self._everyone,
@@ -77,13 +81,15 @@ class StageParts:
     def beside(
         self, session: PeerSession, loop: OuterLoop, *, rebalance: bool, on_lost: Callable[[str], None]
     ) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the session: moves, by the rule as well if `rebalance`, and a look at the peer's seat."""
-        peer, seats = self._peer, self._entrance.seats
+        """What runs beside the session: moves, by the rule as well if `rebalance`, backups, and a look at the peer's
+        seat.
+        """
+        peer = self._peer
         mover = peer.tracker.mover = self._mover(session, loop)
-        beside = [mover.run(), self._keep_stage(on_lost)]
+        backups = peer.tracker.backups = self._backups(mover)
+        beside = [mover.run(), backups.run(), self._keep_stage(on_lost)]
         if rebalance:
-            view = lambda: placements(seats, self._membership, peer.me.peer, self._chain.trained, {})  # noqa: E731
-            beside.append(Rebalancer(peer.me.peer, mover, view=view, say=peer.view.say).run())
+            beside.append(Rebalancer(peer.me.peer, mover, view=self._view, say=peer.view.say).run())
         return beside
 
     def _mover(self, session: PeerSession, loop: OuterLoop) -> StageMover:
@@ -109,13 +115,40 @@ class StageParts:
         )
         return mover
 
+    def _view(self) -> Placements:
+        return placements(self._entrance.seats, self._membership, self._peer.me.peer, self._chain.trained, {})
+
     async def _fetch(self, target: int) -> None:
-        contacts = self._membership.contacts
-        peers = lambda: [each.peer for each in contacts() if each.live and each.stage == target]  # noqa: E731
         try:
-            await self._entrance.fetch(target, self._everyone, self._peer.me, peers)
+            await self._entrance.fetch(target, self._everyone, self._peer.me, lambda: self._live_in(target))
         except (StateUnavailable, StateError) as error:
             raise MoveRefused(str(error)) from None
+
+    def _live_in(self, stage: int) -> list[PeerId]:
+        return [each.peer for each in self._membership.contacts() if each.live and each.stage == stage]
+
+    def _backups(self, mover: StageMover) -> StageBackups:
+        entrance, me, membership = self._entrance, self._peer.me, self._membership
+
+        async def fetch(stage: int, after: int) -> int:
+            return await entrance.back_up(stage, self._everyone, me, lambda: self._live_in(stage), after=after)
+
+        async def drop(stage: int) -> None:
+            if mover.target != stage:  # else it has just fetched what it goes on with
+                await entrance.drop(stage)
+
+        return StageBackups(
+            me.peer,
+            entrance.seat.stage,
+            sizes=[buffer_bytes(sum(self._manifest.elements_of(stage))) for stage in range(entrance.seats.stages)],
+            limit_bytes=self._peer.config.backup_bytes,
+            view=self._view,
+            find=entrance.backed_up,
+            fetch=fetch,
+            drop=drop,
+            announce=lambda holds: membership.announce_placement(holds=holds),
+            say=self._peer.view.say,
+        )
 
     async def _keep_stage(self, on_lost: Callable[[str], None]) -> None:
         """Watch whether this peer has to ask for a stage again before the run has begun; for another only if it may."""

@@ -19,6 +19,7 @@ from node.reporting.report import RoundEvaluation, RoundReport, Totals
 from node.reporting.status import OTHERS_REDUCE, PeerStatus, Status, printable, short
 from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals, with_children
 from node.session.pausing import PauseController
+from node.session.stage_backups import StageBackups
 from node.session.stage_mover import MoveRefused, StageMover
 from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager
@@ -50,6 +51,7 @@ class StatusTracker:
 
     pauses: PauseController | None = None
     mover: StageMover | None = None
+    backups: StageBackups | None = None
     transport: LibP2PTransport | None = None
     stage: int | None = None  # None in a run without stages, too
 
@@ -304,4 +306,5 @@ class StatusTracker:
             version=VERSION,
             device=printable(self._worker.device) if session else "",
             move=printable(self._move()),
+            backups=printable(self.backups.describe()) if session and self.backups else "",
         )

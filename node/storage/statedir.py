@@ -11,7 +11,8 @@ pause.json      exists if the peer was asked to pause (`node.session.pausing`)
 seats.json      the first members of all stages that it knows (`node.membership.seats`)
 stage           in a run with stages, the number of its stage, and "pinned" if its user has moved it there;
                 certificates.bin and checkpoints/ lie in stages/<k>/ then
-stages/<k>/     what belongs to stage k, where it is or has been: these two, and stage.json: the stage's first member
+stages/<k>/     what belongs to stage k, where it is or has been, or of which it has a backup: these two, and
+                stage.json: the stage's first member
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
 past/stage/     files of a stage that it has left before its first round

@@ -170,6 +170,8 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
         rows.add_row("limits", printable(status.limits))
     if status.move:
         rows.add_row("move", printable(status.move))
+    if status.backups:
+        rows.add_row("backups", printable(status.backups))
     rows.add_row("machine", _machine(status))
     if status.checkpoint_age_seconds is not None:
         rows.add_row("checkpoint", f"{duration(status.checkpoint_age_seconds)} old")

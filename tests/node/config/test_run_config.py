@@ -171,7 +171,10 @@ def test_new_runs_cap_weights_and_older_ones_keep_their_bound() -> None:
         ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, from which krum makes zeros: use another codec"),
         ("max_weight = 0.5", "max_weight"),
         ("max_weight = 17", "max_weight"),
-        ("max_weight = 2\nprotocol = 'gossip'", "max_weight is for butterfly and moshpit and the robust rule mean: not"),
+        (
+            "max_weight = 2\nprotocol = 'gossip'",
+            "max_weight is for butterfly and moshpit and the robust rule mean: not",
+        ),
         ("max_weight = 2\nrobust = 'krum'", "not for robust krum, where no weight exceeds one"),
         ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
         ("protocol = 'gossip'\nschedule = 'one_peer'", "did you mean 'one-peer-exponential'?"),

@@ -14,6 +14,7 @@ from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, Fai
 from node.membership.handshake import LocalStage
 from node.membership.hello import (
     HELLO,
+    STAYS,
     UNPLACED,
     VERSION,
     Heartbeat,
@@ -173,7 +174,7 @@ async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) 
     assert (said.moving, said.placement.arrived) == (1, 6)
     await asyncio.sleep(2.0)
     assert said.moving_since == since > 0.0, "the time of the first heartbeat that said so"
-    b.announce_placement()
+    b.announce_placement(moving=STAYS)
     await until(lambda: said.moving is None, 0.2)
 
 
