@@ -116,7 +116,9 @@ def resolve(scenario: Scenario) -> Scenario:
     # A liar needs a receiver: where one peer has all the bandwidth, it reduces all parts itself.
     rates = (12.5e6,) if scenario.fault == "lies" else (1.25e6, 12.5e6)
     links = [rng.choice(rates) * rng.uniform(0.8, 1.2) for _ in range(scenario.peers)]
-    elements = rng.choice((5000, 20_000) if scenario.fault == "lies" else (3, 64, 1000, 5000, 20_000))
+    # Each fragment of its vector has many chunks: in a part of one chunk, a chunk that is sent again is never read.
+    sizes = (5000, 20_000) if scenario.fault == "lies" else (3, 64, 1000, 5000, 20_000)
+    elements = rng.choice(sizes) * (scenario.fragments if scenario.fault == "lies" else 1)
     chosen = rng.choice(DRAWN_CODECS)
     apart = random.Random(f"codec/{scenario.seed}")
     if apart.random() < 0.3:
