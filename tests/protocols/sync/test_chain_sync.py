@@ -79,6 +79,17 @@ async def test_cheaper_of_snapshot_and_replay_is_chosen(world: SyncCluster) -> N
     assert world.same("anna bert cleo")
 
 
+@simulated(swarm, every_rounds=4, keep_rounds=2)
+async def test_snapshot_that_led_nowhere_comes_last(world: SyncCluster) -> None:
+    """The old snapshot, which is already here, would cost five small means; no peer has the first of them any more."""
+    await world.rounds("anna bert", 7)
+    cleo = world.peers["cleo"]
+    assert (await cleo.catch_up()).outcome == "undecided", "no peer keeps the mean of round 4"
+    await world.rounds("anna bert", 2)
+    report = await cleo.catch_up()
+    assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
+
+
 # -- newcomers --------------------------------------------------------------------------------------------------------
 
 
