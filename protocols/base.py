@@ -197,7 +197,7 @@ class Settings:
     bandwidth: float = 12.5e6  # upload of this peer, bytes/s; determines the size of the part that it reduces
     bandwidth_limit: Callable[[], float] = lambda: math.inf  # what this peer may send now, bytes/s; may change
     incarnation: int = 0
-    keep_rounds: int = 8  # so long reduced parts are kept in memory for members that missed them
+    keep_rounds: int = 4  # of each fragment, whose reduced parts are kept in memory for members that missed them
     quorum: Callable[[int], int] | None = None  # votes that decide, by the roster's size; None: a majority
     fork_peers: int = 1  # least number of members that may fork when the majority is gone; 0 forbids forks
     robust: str = "mean"  # how reducers average (`protocols.vectors.robust`); equal at all peers of a run

@@ -25,9 +25,6 @@ from protocols.vectors.codec import codec
 from protocols.vectors.views import fragment_sizes
 from protocols.wire import MAX_ROSTER
 
-KEEP_ROUNDS = 4
-"""Rounds whose reduced parts stay in memory for members that missed them. A member further behind uses state sync."""
-
 
 def worker_spec(
     run: RunConfig,
@@ -211,7 +208,6 @@ def protocol_settings(
         bandwidth=mine.bandwidth_bytes_per_second,
         bandwidth_limit=bandwidth_limit,
         incarnation=incarnation,
-        keep_rounds=KEEP_ROUNDS * config.recipe.fragment_count,
         fork_peers=config.fork_peers,
         robust=config.robust,
         max_weight=config.weight_limit,

@@ -30,7 +30,6 @@ RoundMessage = wire.Ready | Resting | wire.Plan | wire.AdmissionRequest | VoteMe
 ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, Resting, wire.Plan, wire.AdmissionRequest, *MESSAGES)
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16  # messages kept of one peer that is a round ahead, until this peer gets there
-MEMORY_ROUNDS = 4  # rounds whose parts wait in memory, at most, for a disk that is slow or full
 
 
 class Butterfly:
@@ -117,9 +116,9 @@ class Butterfly:
             self._round.supersede()
 
     def _forget(self, key: RoundKey) -> None:
-        oldest = key.round - self.settings.keep_rounds
+        kept_rounds = self.settings.keep_rounds * len(self.settings.elements)
         for lineage, each in list(self._votes.items()):
-            if each.head.key.round < oldest:
+            if each.head.key.round < key.round - kept_rounds:
                 del self._votes[lineage]
                 self._forgotten[lineage] = None
         while len(self._forgotten) > FORGOTTEN_LIMIT:
@@ -129,9 +128,8 @@ class Butterfly:
         age = {
             lineage: key.round - each.head.key.round if each.certificate else 0 for lineage, each in self._votes.items()
         }
-        most = MEMORY_ROUNDS if self.part_cache.past else self.settings.keep_rounds
         self.part_cache.keep(
-            [lineage for lineage, rounds in age.items() if rounds <= most],
+            [lineage for lineage, rounds in age.items() if rounds <= kept_rounds],
             [lineage for lineage, rounds in age.items() if rounds <= 1],
         )
         kept = [each.head.key for each in self._rounds.values()]

@@ -154,15 +154,18 @@ def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right:
         assert lost(done, peer) == wasted(done, peer) == (0, 0)
 
 
-@pytest.mark.parametrize("fork_peers", (0, 1))
-@simulated(lambda fork_peers: ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers)))
-async def test_peer_missing_few_rounds_decides_them_afterwards(swarm: ScenarioRunner) -> None:
-    """The peer asks for the decision of its present round, round by round, until it is level; no round is lost."""
+@pytest.mark.parametrize(("fork_peers", "fragments"), ((0, 1), (1, 4)))
+@simulated(lambda fork_peers, fragments: ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers, fragments=fragments)))
+async def test_peer_missing_few_rounds_decides_them_afterwards(swarm: ScenarioRunner, fragments: int) -> None:
+    """The peer asks for the decision of its present round, round by round, until it is level; no round is lost.
+
+    Others keep the parts of four rounds of each fragment.
+    """
     rest = swarm.peers[:3]
     await swarm.rounds(4)
     began = swarm.now
     swarm.cut(["p3"], rest)
-    await swarm.rounds(5, rest)
+    await swarm.rounds(3 * fragments, rest)
     swarm.heal(["p3"], rest)
     await swarm.until(swarm.whole, HEAL_SECONDS, "a whole roster")
     await swarm.rounds(2)

@@ -36,18 +36,18 @@ class ScenarioSetup:
 
     Attributes:
         founders: number of peers in the first roster; None: all. The script starts the others by `begin`.
-        fork_peers, keep_rounds: as in `Settings`.
+        fork_peers, keep_rounds: as in `Settings`; None: its default.
         latency_seconds: of every link.
         pace_seconds: of an inner step; `slow` says it for single peers.
         every_rounds: peers restart from disks; before each round that it divides they write a checkpoint.
         uplinks: bytes/s of each peer; None: the same for all.
-        stages, batches, lookahead: of a pipeline, as in `Scenario`.
+        stages, batches, lookahead: of a pipeline, as in `Scenario`; fragments, too.
     """
 
     peers: int
     founders: int | None = None
     fork_peers: int = 1
-    keep_rounds: int = 8
+    keep_rounds: int | None = None
     latency_seconds: float = LATENCY_SECONDS
     pace_seconds: float = STEP_SECONDS
     slow: dict[PeerId, float] = field(default_factory=dict)
@@ -61,6 +61,7 @@ class ScenarioSetup:
     stages: int = 1
     batches: int = 4
     lookahead: int = 0
+    fragments: int = 1
 
     def scenario(self) -> Scenario:
         return Scenario(
@@ -75,6 +76,7 @@ class ScenarioSetup:
             stages=self.stages,
             batches=self.batches,
             lookahead=self.lookahead,
+            fragments=self.fragments,
         )
 
 
@@ -201,7 +203,8 @@ class ScenarioRunner(World):
 
     def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
         settings = super()._settings(index, trainer, transport)
-        return replace(settings, fork_peers=self.cast.fork_peers, keep_rounds=self.cast.keep_rounds)
+        keep_rounds = self.cast.keep_rounds or settings.keep_rounds
+        return replace(settings, fork_peers=self.cast.fork_peers, keep_rounds=keep_rounds)
 
     def silence(self, peer: PeerId) -> None:
         self.cut([peer], self.peers)
