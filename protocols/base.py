@@ -203,6 +203,7 @@ class Settings:
     robust: str = "mean"  # how reducers average (`protocols.vectors.robust`); equal at all peers of a run
     max_weight: float = MAX_WEIGHT  # of a member, in weights of the median one; equal at all peers of a run
     overlaps: bool = False  # training continues while a round averages; equal at all peers of a run
+    least_members: Callable[[], int] = lambda: 1  # a lone member that rests admits others once they are so many with it
     schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 
     def upload_bandwidth(self) -> float:

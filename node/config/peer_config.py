@@ -195,7 +195,8 @@ class PeerConfig:
     )
     wait_for_peers: Annotated[int, Field(ge=1, le=MAX_ROSTER)] = setting(
         1,
-        "Start a new run's first round once N peers have joined, this one included.",
+        "Begin to train a new run once N peers have joined, this one included.",
+        more="Without stages, with butterfly: once they are in the roster; of more than four, the first four.",
         panel=RUN,
         metavar="N",
         option="--wait-for",

@@ -191,7 +191,7 @@ class OuterLoop(ABC):
         """
         self.activity.set(wanted)
         self._rested |= self.activity.pauses
-        self.trainer.rest(self.activity.pauses)
+        self.trainer.rest(self.activity.pauses or self.awaits_members)
         self._offer_again()
         self.activity.wake()
 
@@ -212,6 +212,11 @@ class OuterLoop(ABC):
     @property
     def holds_up_run(self) -> bool:
         """Whether the run waits for this peer while it pauses."""
+        return False
+
+    @property
+    def awaits_members(self) -> bool:
+        """Whether this peer does not train yet, because the run is to begin with more members."""
         return False
 
     # -- a round ------------------------------------------------------------------------------------------------------

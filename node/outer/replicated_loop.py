@@ -18,6 +18,7 @@ from node.outer.state import OuterState, pseudo_gradient
 from node.reporting.report import LapTimer, RoundReport
 from node.storage.checkpoint_manager import CheckpointManager
 from protocols.base import (
+    RUN_SCOPE,
     Averager,
     AveragingResult,
     Deadline,
@@ -60,9 +61,12 @@ class ReplicatedOuterLoop(OuterLoop):
         checkpoints: CheckpointManager | None = None,
         overlaps: bool = False,
         alone: Meanwhile | None = None,
+        least_members: Callable[[], int] = lambda: 1,
     ) -> None:
         """With `overlaps`, training continues while a round averages (`node.outer.overlap`). Without, `alone` trains
         meanwhile if the decision may take long, because the roster's majority is gone.
+
+        As the only member, this peer trains once others would make the roster as large as `least_members` says.
         """
         me = averager.me
         super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
@@ -72,7 +76,7 @@ class ReplicatedOuterLoop(OuterLoop):
         self._delta, self._mean = state.anchor.new_empty(size), state.anchor.new_empty(size)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
         self._overlaps, self._average_seconds = overlaps, 0.0  # of the last decided round
-        self._alone = alone
+        self._alone, self._least_members = alone, least_members
         self._since: float | None = None  # when the overlapped work began that the next round starts from
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
@@ -96,6 +100,15 @@ class ReplicatedOuterLoop(OuterLoop):
     def holds_up_run(self) -> bool:
         """Whether this peer is the only one of the roster: without it, no round can be decided."""
         return self.chain.head.roster == (self.me,)
+
+    @property
+    def awaits_members(self) -> bool:
+        roster = self.chain.head.roster
+        if self.chain.trained or self.chain.head.key.scope != RUN_SCOPE:
+            return False
+        if self.me not in roster:  # it would be admitted with complete work, and its round called before others train
+            return True
+        return len(roster) == 1 and self._least_members() > 1
 
     async def rounds(
         self,
@@ -147,10 +160,11 @@ class ReplicatedOuterLoop(OuterLoop):
         """A peer outside the head's roster observes, and asks to be admitted."""
         head, watch = self.chain.head, LapTimer()
         self._begin_round(head.key.lineage)
+        self.trainer.rest(self.activity.pauses or self.awaits_members)
         since, self._since = self._since, None
         async with self.averager.enter(head, watch.began + self._limit_seconds, since) as session:
-            # alone, there is no other peer to wait for: train the same number of steps each round
-            surplus = len(head.roster) > 1
+            # alone, there is no other peer to wait for but a joiner: train the same number of steps each round
+            surplus = len(head.roster) > 1 or bool({*session.waiting_for()} - {self.me.peer})
             due = replace(head.key, round=self.chain.trained)
             part = self.fragments.part(head.key.fragment)
             work, offers = await self._train(session, due, head.state_root, surplus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -46,6 +46,7 @@ from protocols.aio import Gate, task_group
 from protocols.base import Host, Layout, Settings
 from protocols.blobs.parts import LEAST_ROUNDS, STORE_ROUNDS, PartCache, PartStore
 from protocols.consensus.record import genesis
+from protocols.consensus.vote_tally import SMALL_ROSTER
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
@@ -280,11 +281,17 @@ class SessionBuilder:
         checkpoints: CheckpointManager,
         parts: PartCache,
     ) -> tuple[ReplicatedOuterLoop, ChainSync]:
-        run, worker = self._run, self._worker
+        run, worker, chain = self._run, self._worker, self._start.chain
+        wanted = 1 if pipeline else min(self._peer.config.wait_for_peers, SMALL_ROSTER)  # a record admits no more
+
+        def least_members() -> int:
+            return 1 if chain.trained else wanted
+
+        settings = replace(settings, least_members=least_members)
         sync = ChainSync(
             host,
             settings,
-            chain=self._start.chain,
+            chain=chain,
             snapshots=checkpoints.snapshots,
             part_cache=parts,
             hints=membership.peers,
@@ -293,7 +300,7 @@ class SessionBuilder:
         )
         butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear)
         loop = ReplicatedOuterLoop(
-            self._start.chain,
+            chain,
             butterfly,
             state=OuterState(worker.anchor(), _outer_rule(run, worker.layout), host.compute),
             trainer=pipeline.trainer if pipeline else worker,
@@ -302,6 +309,7 @@ class SessionBuilder:
             checkpoints=checkpoints,
             overlaps=settings.overlaps,
             alone=pipeline.trainer.train_alone if pipeline else None,
+            least_members=least_members,
         )
         if pipeline:
             pipeline.change = lambda: loop.change

@@ -79,7 +79,7 @@ class PeerSession:
     ) -> None:
         """`run_rounds` is the length of the run, `rounds` this peer's number of them; None: all.
 
-        Before the first round, `wait_for_peers` peers must be live, this one included.
+        Before its first round begins, `wait_for_peers` peers must be live, this one included.
         """
         self._outer_loop, self._sync, self._trainer, self._pipeline = outer_loop, sync, trainer, pipeline
         self._membership, self._state, self._disk = membership, state, disk

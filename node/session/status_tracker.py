@@ -175,6 +175,8 @@ class StatusTracker:
                 return "paused", why
             if state == "training" and self._work.resting and (why := self._worker.resting_reason):
                 return "waiting", why
+            if state == "training" and self._loop.awaits_members:
+                return "waiting", reason or "for the other peers to be admitted"
             if state == "averaging" and self._loop.is_overlapped:
                 return state, "training continues meanwhile"
             if state == "training" and self._pipeline:

@@ -10,14 +10,17 @@ a time. A joiner of a run whose rounds always fill the lines would otherwise nev
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from protocols import wire
-from protocols.aio import Gate, peer_timeout, progress_timeout
+from protocols.aio import Gate, loop_time, peer_timeout, progress_timeout
 from protocols.base import REQUESTER_IDLE_SECONDS, BadPayload, Buffer, Header, Host, PeerId, Stream
+from protocols.peers.estimates import RecentDict
 from protocols.streams.endpoint import RoundAccounting, StreamLimiter
 from protocols.wire import blob, digest, real, register, uint
 
@@ -27,6 +30,7 @@ DIGEST_BYTES = 32
 MAX_NOTE_BYTES = 512
 MAX_BUSY_SECONDS = 600.0
 LARGE_AT_ONCE = 3  # peers that may fetch a large blob at a time, each one of them
+MAX_PEERS = 64  # limit of peers whose last blob is noted
 BUSY_SECONDS = 5.0  # how soon a peer that has to wait for a large blob may ask again
 PUT_OFF_SECONDS = 4.0  # interval at which a peer that waits for the end of a data phase gets a `Busy` message
 LIMIT = 1024  # limit of the bytes of a header on these streams
@@ -89,6 +93,8 @@ class BlobServer:
         self._find: list[FindBlob] = []
         self._limiter = StreamLimiter()
         self._fetching: list[PeerId] = []
+        self._open = Counter[PeerId]()  # streams on which a peer is sent a blob
+        self._served: RecentDict[PeerId, tuple[bytes, float]] = RecentDict(MAX_PEERS)  # the last blob, and when
         self._sending = asyncio.Lock()  # of chunks in a data phase
         host.transport.serve(BLOBS, self._serve)
 
@@ -98,6 +104,22 @@ class BlobServer:
     @property
     def fetching(self) -> int:
         return len(self._fetching)
+
+    def last_served(self, peer: PeerId) -> tuple[bytes, float]:
+        """Name of the blob that a peer was served last, and for how many seconds it has not been served since."""
+        name, at = self._served.get(peer, (b"", -math.inf))
+        return name, 0.0 if self._open[peer] else loop_time() - at
+
+    @asynccontextmanager
+    async def _noted(self, peer: PeerId, name: bytes) -> AsyncIterator[None]:
+        self._served[peer] = name, loop_time()
+        self._open[peer] += 1
+        try:
+            yield
+        finally:
+            self._open[peer] -= 1
+            self._open += Counter()  # drops peers without a stream
+            self._served[peer] = name, loop_time()
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         with self._limiter.one_for(peer) as served:
@@ -112,12 +134,14 @@ class BlobServer:
         if found is None:
             return await stream.send(wire.Availability(False))
         if not found.large:
-            return await self._send(stream, found)
+            async with self._noted(stream.peer, name):
+                return await self._send(stream, found)
         if stream.peer in self._fetching or len(self._fetching) >= LARGE_AT_ONCE:
             return await stream.send(Busy(BUSY_SECONDS))
         self._fetching.append(stream.peer)
         try:
-            await self._send(stream, found)
+            async with self._noted(stream.peer, name):
+                await self._send(stream, found)
         finally:
             self._fetching.remove(stream.peer)
 

@@ -7,17 +7,29 @@ This module keeps what stays from round to round, and passes each stream to its 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, BandwidthClaim
 from protocols.allreduce.parts import PartFormat
-from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, RoundKey, Settings, Stream
+from protocols.base import (
+    RUN_SCOPE,
+    BadPayload,
+    Deadline,
+    Head,
+    Host,
+    PeerId,
+    PeerSilent,
+    RoundKey,
+    Settings,
+    Stream,
+)
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.call import Resting
 from protocols.butterfly.coordinator import RoundCoordinator
+from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
@@ -46,6 +58,7 @@ class Butterfly:
         require_known("robust rule", settings.robust, ROBUST_RULES)
         self._claim = BandwidthClaim(settings)
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
+        self._lagging = LaggingPeers(self.part_cache.blobs, sum(settings.elements))
         self._post = ControlChannel(self._endpoint, CONTROL)
         self._format = PartFormat.of(settings, codec(settings.codec), self.part_cache.pool)
         self._votes: dict[bytes, RoundVote] = {}
@@ -60,7 +73,8 @@ class Butterfly:
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline, since: float | None = None) -> AsyncIterator[Round]:
-        lineage, vote = head.key.lineage, self._vote_after(head)
+        lineage, vote, last = head.key.lineage, self._vote_after(head), self._round
+        self._lagging.begin(deadline, self._awaited_blobs(head, last))
         attempt = Round(
             endpoint=self._endpoint,
             part_format=self._format,
@@ -71,6 +85,8 @@ class Butterfly:
             bandwidth=self._claim.renewed(),
             deadline=deadline,
             since=since,
+            lagging=self._lagging,
+            rested=last.vote.resting.peers() if last else frozenset(),
         )
         coordinator = RoundCoordinator(attempt)
         self._forget(head.key)
@@ -96,6 +112,14 @@ class Butterfly:
             attempt.close()
             if record := vote.decided:
                 self.part_cache.decided(lineage, {part.digest for part in record.parts})
+
+    def _awaited_blobs(self, head: Head, last: Round | None) -> Collection[bytes] | None:
+        """What a peer may fetch while a round waits for it; None: anything. Rounds of a stage wait for no such peer."""
+        if head.key.scope != RUN_SCOPE:
+            return ()
+        if head.roster == (self.me,):
+            return None
+        return self.part_cache.of(last.head.key.lineage) if last else ()
 
     def _vote_after(self, head: Head) -> RoundVote:
         lineage = head.key.lineage

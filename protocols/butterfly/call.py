@@ -30,6 +30,7 @@ LEAVER_SECONDS = 2.0
 INFORMED = 2
 """Number of coordinators that get every offer at once: the first, and the one that takes over from it. So does the
 coordinator of the present ballot, if both have failed."""
+LOOK_SECONDS = 0.5  # how often a call that waits for lagging peers looks whether they still fetch
 CALL_SECONDS = 0.05
 """Time for the call after an offer of complete work, before the other members get that offer. Else all would verify
 each other's last offers at just the moment at which they wait for the plan."""
@@ -106,15 +107,16 @@ class RoundStart:
         changed: Notifier,
         present: Callable[[], Sequence[Member]],
         roster_changes: Callable[[], bool],
+        lagging: Callable[[], Collection[PeerId]],
     ) -> None:
         """`bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`. `changed` is notified of every
         offer and plan. `present` returns the members that are not gone, and `roster_changes` whether a record would
-        change the roster.
+        change the roster. `lagging`: see `protocols.butterfly.lagging`.
         """
         self.cut = asyncio.Event()
         self.resolved: planning.ResolvedPlan | None = None  # the latest plan; None before the call
         self.cut_at = deadline  # when the last member has to send its work
-        self._present, self._roster_changes = present, roster_changes
+        self._present, self._roster_changes, self._lagging = present, roster_changes, lagging
         self._resting, self._stated = resting, False
         self._me, self._bandwidth, self._deadline = endpoint.me, bandwidth, deadline
         self._signer, self._accounting = endpoint.host.signer, endpoint.accounting
@@ -248,10 +250,20 @@ class RoundStart:
         while loop_time() < self._deadline:
             after = self._call_after()
             due = self._deadline if after is None else self._began + after
-            if self.resolved is not None or (after is not None and loop_time() >= due):
+            is_due = after is not None and loop_time() >= due
+            if self.resolved is not None or (is_due and not self._waits()):
                 return True
-            await self._changed.reached(lambda: self.resolved is not None or self._call_after() != after, due)  # noqa: B023
+
+            def has_changed() -> bool:
+                changed = self.resolved is not None or self._call_after() != after  # noqa: B023 - awaited here
+                return changed or (is_due and not self._waits())  # noqa: B023
+
+            await self._changed.reached(has_changed, loop_time() + LOOK_SECONDS if is_due else due)
         return False
+
+    def _waits(self) -> bool:
+        """Whether the call waits for peers that lag behind. A member that leaves has no time."""
+        return bool(self._lagging()) and bool(self._working()) and not self._ends_for_leaver()
 
     def incomplete(self) -> tuple[PeerId, ...]:
         return tuple(peer for peer in self._working() if peer not in self._complete_seconds)
@@ -259,6 +271,11 @@ class RoundStart:
     def all_rest(self) -> bool:
         """Whether all members rest, and do not all leave with work: only a change of the roster is called for then."""
         return not self._working() and not self._all_leave()
+
+    def has_begun(self, peer: PeerId) -> bool:
+        """Whether a member has announced work in this round."""
+        offer = self._offers.get(peer)
+        return bool(offer and offer.tokens)
 
     def has_work(self, peer: PeerId) -> bool:
         """Whether a member has announced that it leaves, with work that no round has counted."""
@@ -270,13 +287,17 @@ class RoundStart:
         mine, working = self._offers.get(self._me.peer), self._working()
         if mine is None:
             return None
-        # a leaver that offers its last work: one that only leaves the roster continues with its steps
-        if any(peer in working and peer in self._offers and self._offers[peer].complete for peer in self.leaving()):
+        if self._ends_for_leaver():
             return 0.0 if mine.tokens else LEAVER_SECONDS  # a moment only, if no work is done yet
         if not working:
             return 0.0 if self._all_leave() or self._roster_changes() else None
         done = [seconds for peer, seconds in self._complete_seconds.items() if peer in working]
         return planning.call_after(done, len(working))
+
+    def _ends_for_leaver(self) -> bool:
+        """Whether a member offers its last work. One that only leaves the roster continues with its steps."""
+        working = self._working()
+        return any(peer in working and peer in self._offers and self._offers[peer].complete for peer in self.leaving())
 
     def _working(self) -> tuple[PeerId, ...]:
         """The members that the call waits for. If those that are gone counted, too few might be left for a call."""

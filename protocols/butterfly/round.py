@@ -8,7 +8,7 @@ that ends undecided leaves its vote and its parts to the next one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +33,7 @@ from protocols.base import (
 )
 from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
 from protocols.butterfly.call import Resting, RoundStart
+from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
 from protocols.consensus.messages import VoteMessage
@@ -58,9 +59,13 @@ class Round:
         vote: RoundVote,
         bandwidth: float,
         deadline: Deadline,
+        lagging: LaggingPeers,
+        rested: Collection[PeerId],
         since: float | None = None,
     ) -> None:
-        """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`."""
+        """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`.
+        `rested`: members that rested in the last round.
+        """
         self.host, self.me, self.post, self.accounting = endpoint.host, endpoint.me, post, endpoint.accounting
         self.head, self.vote, self.deadline = head, vote, deadline
         self.changed = Notifier()  # notified of every event of the round
@@ -68,6 +73,8 @@ class Round:
         self._format, self._part_cache = part_format, part_cache
         settings = endpoint.settings
         self._elements, self._overlaps = settings.elements[head.key.fragment], settings.overlaps
+        self._least_members = settings.least_members
+        self._lagging, self._rested = lagging, rested
         self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
         self._superseded = False
         self._running: asyncio.Task[None] | None = None
@@ -95,6 +102,7 @@ class Round:
             changed=self.changed,
             present=lambda: self._or_all(self._here()),
             roster_changes=self.roster_changes,
+            lagging=self.lagging,
         )
         self.cut = self.call.cut
         self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
@@ -113,7 +121,7 @@ class Round:
         if self.over():
             return ()
         if resolved is None:
-            return self.call.incomplete()
+            return tuple(dict.fromkeys((*self.call.incomplete(), *self.lagging())))
         if exchange is None or exchange.complete:
             return (self.vote.tally.coordinator(self.vote.paxos.ballot),)
         missing = (part for part in range(len(resolved.plan.reducers)) if part not in exchange.parts)
@@ -377,6 +385,11 @@ class Round:
             self.vote.seek_fork({*self.host.members.live(), self.me}, self.call.resolved)
             await self.until(self.over, self._within(WATCH_SECONDS))
 
+    def lagging(self) -> tuple[PeerId, ...]:
+        """Peers to wait for, because they still fetch what this round begins from."""
+        here = {*self.vote.observers, *self.vote.resting.peers(), *self._rested, self.me.peer}
+        return self._lagging.among([peer for peer in self.live_peers() - here if not self.call.has_begun(peer)])
+
     def _ask_admission(self) -> None:
         """Ask the roster for admission, and former members too, since this member may have to fork with them."""
         tally, live = self.vote.tally, self.host.members.live()
@@ -477,6 +490,8 @@ class Round:
     def roster_changes(self) -> bool:
         """Whether a record would change the roster. While all rest, members with work do not leave before it counts."""
         now, then = set(self.head.roster), set(self.next_roster())
+        if len(now) == 1 and len(then) < self._least_members():
+            return False
         return now != then and not (then < now and all(self.call.has_work(member.peer) for member in now - then))
 
     def _here(self) -> list[Member]:

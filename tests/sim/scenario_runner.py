@@ -37,6 +37,7 @@ class ScenarioSetup:
     Attributes:
         founders: number of peers in the first roster; None: all. The script starts the others by `begin`.
         fork_peers, keep_rounds: as in `Settings`; None: its default.
+        wait_for: the first member trains once the roster has so many.
         latency_seconds: of every link.
         pace_seconds: of an inner step; `slow` says it for single peers.
         every_rounds: peers restart from disks; before each round that it divides they write a checkpoint.
@@ -48,6 +49,7 @@ class ScenarioSetup:
     founders: int | None = None
     fork_peers: int = 1
     keep_rounds: int | None = None
+    wait_for: int = 1
     latency_seconds: float = LATENCY_SECONDS
     pace_seconds: float = STEP_SECONDS
     slow: dict[PeerId, float] = field(default_factory=dict)
@@ -203,8 +205,13 @@ class ScenarioRunner(World):
 
     def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
         settings = super()._settings(index, trainer, transport)
-        keep_rounds = self.cast.keep_rounds or settings.keep_rounds
-        return replace(settings, fork_peers=self.cast.fork_peers, keep_rounds=keep_rounds)
+        cast, me = self.cast, self.peers[index]
+
+        def least_members() -> int:
+            return 1 if self.chain(me).trained else cast.wait_for
+
+        keep_rounds = cast.keep_rounds or settings.keep_rounds
+        return replace(settings, fork_peers=cast.fork_peers, keep_rounds=keep_rounds, least_members=least_members)
 
     def silence(self, peer: PeerId) -> None:
         self.cut([peer], self.peers)

@@ -314,6 +314,7 @@ class World(SimSwarm):
             snapshots=snapshots,
             overlaps=self.scenario.overlaps,
             alone=getattr(trainer, "train_alone", None),
+            least_members=settings.least_members,
         )
         return outer_loop, sync
 

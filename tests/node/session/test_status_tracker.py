@@ -72,7 +72,7 @@ def session(
     return {
         "history": Chain(RUN, "run", roster, b"0" * 32),
         "membership": SimpleNamespace(contacts=lambda: contacts, host_monitor=SimpleNamespace(clock="an hour off")),
-        "loop": SimpleNamespace(waiting_for=tuple),
+        "loop": SimpleNamespace(waiting_for=tuple, awaits_members=False),
         "sync": SimpleNamespace(sync_progress=SimpleNamespace(progress=lambda: None), joiners=2),
         "worker": SimpleNamespace(
             pid=None, restarts=0, device="cpu", resting_reason="no script is attached, so it rests"
@@ -196,7 +196,7 @@ def test_live_peers_of_other_stages_show_as_members(tmp_path: Path) -> None:
 
 def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
     contacts = (contact("anna", "Anna"), contact("12D3KooWverylong", None))
-    loop = SimpleNamespace(waiting_for=lambda: ("anna", "12D3KooWverylong"), is_overlapped=False)
+    loop = SimpleNamespace(waiting_for=lambda: ("anna", "12D3KooWverylong"), is_overlapped=False, awaits_members=False)
     tracker = in_a_run(tmp_path, contacts=contacts, loop=loop)
     for state in ("starting", "joining", "syncing", "waiting"):
         tracker.set_state(state)

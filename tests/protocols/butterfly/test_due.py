@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocols.aio import Notifier
 from protocols.allreduce import plan as planning
 from protocols.base import Member
-from protocols.butterfly.call import RestingMembers, RoundStart
+from protocols.butterfly.call import LOOK_SECONDS, RestingMembers, RoundStart
 from protocols.history.chain import genesis
 from protocols.streams.endpoint import RoundAccounting
 from protocols.wire import Offer
@@ -48,8 +48,8 @@ class Conduct:
         return not self.rests and not self.gone
 
 
-def called_at(conducts: Sequence[Conduct], roster_changes: bool) -> float | None:
-    """When the first of these members, which may coordinate, calls the round; None: never."""
+def called_at(conducts: Sequence[Conduct], roster_changes: bool, lags: float = 0.0) -> float | None:
+    """When the first of these members, which may coordinate, calls the round; None: never. A peer lags until `lags`."""
 
     async def main() -> float | None:
         roster = tuple(Member(f"p{index}") for index in range(len(conducts)))
@@ -66,6 +66,7 @@ def called_at(conducts: Sequence[Conduct], roster_changes: bool) -> float | None
             changed=Notifier(),
             present=lambda: [member for member, each in zip(roster, conducts, strict=True) if not each.gone],
             roster_changes=lambda: roster_changes,
+            lagging=lambda: ("joiner",) if loop.time() < lags else (),
         )
         for member, each in zip(roster, conducts, strict=True):
             if each.rests:
@@ -107,3 +108,14 @@ ME = st.builds(Conduct, DONE, st.booleans(), st.just(False), st.booleans(), st.i
 def test_round_is_called_as_if_only_workers_counted(me: Conduct, others: list[Conduct], roster_changes: bool) -> None:
     expected = promised([me, *others], roster_changes)
     assert called_at([me, *others], roster_changes) == (None if expected is None else pytest.approx(expected))
+
+
+@settings(max_examples=50)
+@given(me=ME, others=st.lists(MEMBERS, max_size=4), lags=st.integers(1, 200))
+def test_call_waits_for_lagging_peer_unless_member_leaves(me: Conduct, others: list[Conduct], lags: int) -> None:
+    conducts = [me, *others]
+    due = promised(conducts, False)
+    leaves = [each.done for each in conducts if each.works and each.leaves and each.done is not None]
+    if due is not None and any(each.works for each in conducts):
+        due = max(due, min([float(lags), *leaves]))
+    assert called_at(conducts, False, lags) == (None if due is None else pytest.approx(due, abs=LOOK_SECONDS))
