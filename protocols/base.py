@@ -238,6 +238,10 @@ class PeerGone(PeerError):
     """Definite: no byte reached the peer, or it refused explicitly."""
 
 
+class NotAccepted(PeerGone):
+    """The peer was reached, and did not accept the stream."""
+
+
 class PeerSilent(PeerError):
     """Indefinite: the peer may have received and counted what was sent before the stream ended."""
 

@@ -26,6 +26,7 @@ MAX_NORM = 1e30
 MAX_SECONDS = 86_400.0 * 7
 
 HeaderType = TypeVar("HeaderType", bound=Header)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +304,8 @@ def canonical_bytes(value: object) -> bytes:
     return bytes(msgpack.packb(_pack_fields(value)))
 
 
-def from_canonical_bytes(kind: type[HeaderType], data: bytes) -> HeaderType:
-    value: HeaderType = _unpack_fields(kind, _unpack(data))
+def from_canonical_bytes(kind: type[T], data: bytes) -> T:
+    value: T = _unpack_fields(kind, _unpack(data))
     return value
 
 

@@ -19,13 +19,15 @@ from typing import Annotated, Any
 import typer
 
 from node._version import VERSION
-from node.cli import doctor, local, options, planning, remote, upkeep
+from node.cli import doctor, local, options, planning, private_runs, remote, upkeep
+from node.cli.private_runs import given_ticket, require_alone
 from node.cli.remote import CommandError
 from node.config.launcher import machines_of
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
 from node.config.peer_sources import apply_saved, load_peer
 from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError, plain, read_toml
+from node.membership.invitations import Ticket
 from node.reporting.status import printable, to_json
 from node.runtime.locks import LocksUnsupported
 from node.runtime.program import program, typed
@@ -51,6 +53,7 @@ app.add_typer(remote.app)
 app.add_typer(doctor.app)
 app.add_typer(planning.app)
 app.add_typer(local.app)
+app.add_typer(private_runs.app)
 app.add_typer(upkeep.app)
 
 
@@ -72,7 +75,10 @@ def starling(
 def join(
     ctx: typer.Context,
     *,
+    ticket: options.TicketArgument = None,
+    ticket_file: options.TicketFileOption = None,
     run: options.RunFileOption = None,
+    private: options.PrivateOption = None,
     task: options.TaskOption = None,
     protocol: options.ProtocolOption = None,
     stages: options.StagesOption = None,
@@ -81,13 +87,15 @@ def join(
     inner: options.InnerOption = None,
     **of_machine: Any,
 ) -> int:
-    """Start a run, resume one, or join one by the address of any of its peers. Ctrl-C finishes the round and leaves."""
+    """Start a run, resume one, or join one by a ticket or an address. Ctrl-C finishes the round and leaves."""
     gc.disable()  # it would take a fifth of the time in which modules are loaded; `run_peer` turns it on again
     try:
         with exit_on_signal():
             given = {name: value for name, value in ctx.params.items() if value not in (None, (), [])}
             of_run = {name: given.pop(name) for name in options.OF_RUN if name in given}
-            return _join(given, of_run)
+            typed_in, file = given.pop("ticket", None), given.pop("ticket_file", None)
+            ticket_given = given_ticket(typed_in, file, os.environ, [*given, *of_run])
+            return _join(given, of_run, ticket_given)
     finally:
         gc.enable()
 
@@ -157,24 +165,28 @@ def swarm(
 # -- join -------------------------------------------------------------------------------------------------------------
 
 
-def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any]) -> int:
+def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any], ticket: Ticket | None = None) -> int:
     config, line = machines_of(load_peer(of_machine, os.environ, of_run.get("run")), os.environ)
     if line:
         print(f"starling: {line}", file=sys.stderr)
+    if ticket:
+        require_alone(config)
     if config.node:
         from node.cli.lend import lend
 
         return lend(config, str(of_run.get("task", "")))
     with _claim_state_dir(config.state_dir) as state_dir:
         config, lines = apply_saved(replace(config, state_dir=state_dir), state_dir)
+        if ticket:
+            config = replace(config, bootstrap=ticket.addresses, run_id=ticket.run.hex())
         for line in lines:
             print(f"starling: {line}", file=sys.stderr)
-        config, run = _resolve_run(config, of_run, state_dir)
+        config, run = _resolve_run(config, of_run, state_dir, "a ticket" if ticket else "--bootstrap")
         lost = [option_name(key) for key in of_machine if SETTINGS[key].only_hf]
         if run is not None and lost and "run" not in of_run and of_run.get("task") != HUGGING_FACE:
             raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
         try:
-            return run_peer(config, run)
+            return run_peer(config, run, ticket)
         finally:
             if config.nodes != 1 and config.rendezvous:
                 from node.ranks.cluster import say_over
@@ -202,7 +214,9 @@ def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
         yield directory
 
 
-def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> tuple[PeerConfig, RunConfig | None]:
+def _resolve_run(
+    config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path, joins_by: str
+) -> tuple[PeerConfig, RunConfig | None]:
     """The run to start; None if the peer joins a swarm's run, or resumes the one in its directory.
 
     `of_run` are options that describe a run to start: a joiner cannot set them. A run that is given together with a
@@ -215,7 +229,7 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
             return replace(config, consent=of_run["task"]), None
         if of_run:
             raise CommandError(
-                f"{given} cannot be given with --bootstrap: the swarm decides all settings of the run; "
+                f"{given} cannot be given with {joins_by}: the swarm decides all settings of the run; "
                 "set this machine's settings by options or by NODE_* variables"
             )
         return config, None
@@ -238,6 +252,7 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
 
 def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     overrides = {name: of_run.get(name) for name in ("task", "protocol", "stages")} | {
+        "admission": "invited" if of_run.get("private") else None,
         "recipe.rounds": rounds,
         "recipe.inner_optimizer": of_run.get("inner"),
         "hf.train": of_run.get("train") or ("lora" if "lora" in of_run else None),

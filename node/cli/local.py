@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli import options
-from node.cli.remote import CommandError, PeerUnreachable, fetch
+from node.cli.remote import CommandError, PeerUnreachable, fetch, member_of
 from node.reporting.status import to_json
 from node.runtime.program import typed
 from node.tasks.hf.settings import HfSettings, ModelError
@@ -64,7 +64,8 @@ def export(
         list[str] | None,
         typer.Option(
             metavar="ADDR",
-            help="Fetch the model from the peer at this address instead; it may run anywhere. Repeatable.",
+            help="Fetch the model from the peer at this address instead; it may run anywhere. Repeatable. For a "
+            "private run, --state-dir names the directory of one of its members.",
             show_default=False,
         ),
     ] = None,
@@ -83,9 +84,10 @@ def export(
     ] = True,
 ) -> int:
     """Export the newest checkpoint of a run's model as a directory that Hugging Face transformers can load."""
-    if bootstrap and state_dir:
+    member = member_of(state_dir[0]) if bootstrap and state_dir and len(state_dir) == 1 else None
+    if bootstrap and state_dir and not member:
         raise CommandError("--bootstrap and --state-dir name different models: give one of them")
-    trained = _fetched(bootstrap, model) if bootstrap else _trained(state_dir)
+    trained = _fetched(bootstrap, model, member) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
 
     unchecked = exporting.export(trained, out, model, merge, check, str(template or ""))
@@ -192,9 +194,9 @@ def check(
     return 0
 
 
-def _fetched(addresses: Sequence[str], base: str | None) -> TrainedModel:
+def _fetched(addresses: Sequence[str], base: str | None, member: Path | None) -> TrainedModel:
     with tempfile.TemporaryDirectory() as directory:
-        return _trained(fetch(addresses, Path(directory), base))
+        return _trained(fetch(addresses, Path(directory), base, member))
 
 
 def _trained(state_dirs: Sequence[Path] | None) -> TrainedModel:

@@ -22,7 +22,8 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PeerC
 _IN_UNITS = {"MB": "In megabytes per second, or with a unit, like 800kB.", "GB": "In gigabytes, or with a unit."}
 
 
-OF_RUN = ("run", "task", "protocol", "stages", "lora", "train", "inner")  # Options of `join` about a run to start
+OF_RUN = ("run", "private", "task", "protocol", "stages", "lora", "train", "inner")
+"""Options of `join` about a run to start."""
 USUAL = "Usual"  # First section of `join --help`
 
 
@@ -53,11 +54,14 @@ class JoinCommand(TyperCommand):
 
         console, panels = Console(highlight=False), dict[str, Table]()
         for each in cast(list[Any], self.get_params(ctx)):
+            if each.param_type_name == "argument":
+                panels.setdefault(USUAL, Table.grid(padding=(0, 2))).add_row(Text("[TICKET]", "bold cyan"), each.help)
+                continue
             name = each.opts[0].replace("--", "--[no-]", 1) if each.secondary_opts else each.opts[0]
             label = Text.assemble((name, "bold cyan"), (f" {each.display_type_rich(ctx)}".rstrip(), "yellow"))
             rows = panels.setdefault(each.rich_help_panel, Table.grid(padding=(0, 2)))
             rows.add_row(label, Text.from_markup(each.help))
-        console.print(f"Usage: {ctx.command_path} [OPTIONS]\n\n{self.help}\n", markup=False)
+        console.print(f"Usage: {ctx.command_path} [OPTIONS] [TICKET]\n\n{self.help}\n", markup=False)
         for title, rows in panels.items():
             rows.columns[0].no_wrap = True
             console.print(Panel(rows, title=title, title_align="left", border_style="dim"))
@@ -203,6 +207,21 @@ RunFileOption = Annotated[
     Path | None,
     option(RUN, "Settings of a new run, and in \\[peer] those of this machine.", metavar="FILE.toml", parser=path),
 ]
+TicketArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="TICKET", help="Join the private run of this ticket.", show_default=False),
+]
+TicketFileOption = Annotated[
+    Path | None,
+    option(
+        RUN,
+        "Read the ticket from a file, or with - from stdin. It may also be in the variable STARLING_TICKET. Other "
+        "users of this machine see what is typed.",
+        metavar="FILE",
+        parser=path,
+    ),
+]
+PrivateOption = Annotated[bool | None, option(USUAL, "Start a private run: others need a ticket.", "--private")]
 TaskOption = Annotated[
     str | None,
     option(

@@ -55,7 +55,12 @@ class PeerUnreachable(CommandError):
 def status(
     state_dir: options.RunningPeerOption = None,
     bootstrap: Annotated[
-        str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead; it may run anywhere.")
+        str | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Ask the peer at this address instead; it may run anywhere. For a private run, --state-dir names the "
+            "directory of one of its members.",
+        ),
     ] = None,
     swarm: Annotated[
         bool, typer.Option("--swarm", help="Show the whole swarm: what each peer does, as it says itself.")
@@ -65,7 +70,7 @@ def status(
     """Show what a running peer is doing, and how others can join it."""
     if swarm and bootstrap:
         raise CommandError("--swarm asks the peer on this machine: leave --bootstrap out")
-    answer = _ask_remote(bootstrap) if bootstrap else asyncio.run(_ask(state_dir, "status"))
+    answer = _ask_remote(bootstrap, state_dir) if bootstrap else asyncio.run(ask_peer(state_dir, "status"))
     try:
         shown = parse(answer)
         peers = parse_as(SwarmStatus, asyncio.run(_ask_swarm(state_dir)), "swarm") if swarm else None
@@ -90,7 +95,7 @@ def page(state_dir: options.RunningPeerOption = None) -> int:
 @app.command()
 def finish(state_dir: options.RunningPeerOption = None) -> int:
     """Ask a running peer to finish its round and exit, as its first Ctrl-C does."""
-    asyncio.run(_ask(state_dir, "finish"))
+    asyncio.run(ask_peer(state_dir, "finish"))
     print("the peer will finish its current round and then exit", file=sys.stderr)
     return 0
 
@@ -98,7 +103,7 @@ def finish(state_dir: options.RunningPeerOption = None) -> int:
 @app.command()
 def pause(
     state_dir: options.RunningPeerOption = None,
-    duration: Annotated[
+    length: Annotated[
         str | None,
         typer.Option("--for", metavar="TIME", help="How long, as in 45m, 1h or 1h30m.", show_default=False),
     ] = None,
@@ -111,14 +116,14 @@ def pause(
     ] = False,
 ) -> int:
     """Let a running peer pause, until `resume` if no time is given. It stays, and the others do not wait for it."""
-    end = end_of_pause(duration, until)
-    return _say_answer(asyncio.run(_ask(state_dir, "pause", until=end, after_round=after_round)))
+    end = end_of_pause(length, until)
+    return _say_answer(asyncio.run(ask_peer(state_dir, "pause", until=end, after_round=after_round)))
 
 
 @app.command()
 def resume(state_dir: options.RunningPeerOption = None) -> int:
     """Let a paused peer work again."""
-    return _say_answer(asyncio.run(_ask(state_dir, "resume")))
+    return _say_answer(asyncio.run(ask_peer(state_dir, "resume")))
 
 
 @app.command()
@@ -127,7 +132,7 @@ def move(
     state_dir: options.RunningPeerOption = None,
 ) -> int:
     """Move a running peer to another stage of its run. It fetches that stage's state first, and trains meanwhile."""
-    return _say_answer(asyncio.run(_ask(state_dir, "move", stage=stage)))
+    return _say_answer(asyncio.run(ask_peer(state_dir, "move", stage=stage)))
 
 
 @app.command(name="set")
@@ -139,7 +144,7 @@ def set_setting(
     """Change a setting of a running peer, also for its later starts."""
     if key := SETTABLE.get(name):
         value = in_unit(value, SETTINGS[key].unit)
-    return _say_answer(asyncio.run(_ask(state_dir, "set", name=name, value=value)))
+    return _say_answer(asyncio.run(ask_peer(state_dir, "set", name=name, value=value)))
 
 
 def _say_answer(answer: Mapping[str, Any]) -> int:
@@ -157,6 +162,8 @@ def _show(shown: Status) -> None:
 
     console = Console(highlight=False)
     console.print(render(replace(shown, addresses=()), (), console.width))
+    if shown.private:
+        print(f"\nThis run is private: others need a ticket ({typed('invite')}).")
     if command := join_command(shown):
         line, where = command
         print(f"\n{who_joins(where)}\n{line}")
@@ -174,22 +181,22 @@ def _show_swarm(peers: SwarmStatus, staged: bool) -> None:
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-def end_of_pause(duration: str | None, until: str | None, now: datetime | None = None) -> float | None:
+def end_of_pause(length: str | None, until: str | None, now: datetime | None = None) -> float | None:
     """When a pause ends, in seconds since 1970, from `1h30m` or `18:00` in this machine's time zone; None: never."""
-    if duration is not None and until is not None:
+    if length is not None and until is not None:
         raise CommandError("--for and --until both say when the pause ends: give one of them")
     now = now or datetime.now()
-    if duration is not None:
-        return now.timestamp() + _duration(duration).total_seconds()  # the local time may jump meanwhile
+    if length is not None:
+        return now.timestamp() + duration(length).total_seconds()  # the local time may jump meanwhile
     return None if until is None else _time_of_day(until, now).timestamp()
 
 
-def _duration(text: str) -> timedelta:
+def duration(text: str, option: str = "--for") -> timedelta:
     found = _DURATION.fullmatch(text.strip().lower())
     days, hours, minutes, seconds = (int(each or 0) for each in found.groups()) if found else (0, 0, 0, 0)
     length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if not timedelta(0) < length <= timedelta(days=MAX_DAYS):
-        raise CommandError(f"--for {text!r} is not a duration; try 45m, 1h or 1h30m, at most {MAX_DAYS}d")
+        raise CommandError(f"{option} {text!r} is not a duration; try 45m, 1h or 1h30m, at most {MAX_DAYS}d")
     return length
 
 
@@ -208,7 +215,7 @@ def _time_of_day(text: str, now: datetime) -> datetime:
 async def _page(state_dir: Path | None) -> str:
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     directory = state_dir or await _only_running(deadline)
-    await _ask(directory, "status")
+    await ask_peer(directory, "status")
     try:
         async with asyncio.timeout_at(deadline):
             _, writer = await asyncio.open_connection("127.0.0.1", last_port(directory) or 0)
@@ -218,7 +225,7 @@ async def _page(state_dir: Path | None) -> str:
     return read_link(directory) or ""
 
 
-async def _ask(state_dir: Path | None, what: str, **values: object) -> dict[str, Any]:
+async def ask_peer(state_dir: Path | None, what: str, **values: object) -> dict[str, Any]:
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     try:
         return await ask(state_dir or await _only_running(deadline), what, deadline, **values)
@@ -231,7 +238,7 @@ async def _ask_swarm(state_dir: Path | None) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     until = loop.time() + SWARM_SECONDS
     while True:
-        answer = await _ask(state_dir, "swarm")
+        answer = await ask_peer(state_dir, "swarm")
         if answer.get("asked") is not False or loop.time() >= until:
             return answer
         await asyncio.sleep(SWARM_PAUSE_SECONDS)
@@ -253,12 +260,21 @@ async def only_running(deadline: float) -> Path | None:
     return found[0] if found else None
 
 
-def _ask_remote(address: str) -> dict[str, Any]:
+def _ask_remote(address: str, state_dir: Path | None) -> dict[str, Any]:
     require_address(address)
     with _reaching():
         from node.session.remote_queries import remote_status
 
-        return asyncio.run(remote_status(address))
+        return asyncio.run(remote_status(address, member_of(state_dir)))
+
+
+def member_of(state_dir: Path | None) -> Path | None:
+    """The state directory, if its peer is a member of a private run, which it may visit."""
+    if state_dir is None:
+        return None
+    from node.session.private_run import is_private
+
+    return state_dir if is_private(state_dir) else None
 
 
 @contextmanager
@@ -272,10 +288,11 @@ def _reaching() -> Iterator[None]:
         raise PeerUnreachable(str(error)) from None
 
 
-def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) -> list[Path]:
+def fetch(addresses: Sequence[str], directory: Path, base: str | None = None, member: Path | None = None) -> list[Path]:
     """Fetch the model of the run of the peers at these addresses into an empty directory.
 
-    `base` is this machine's copy of the model that a run of the task hf fine-tunes. Returns the state directories: one,
+    `base` is this machine's copy of the model that a run of the task hf fine-tunes. `member` is the state directory of
+    a member, if the run is private. Returns the state directories: one,
     or one of each stage.
     """
     if len(addresses) > MAX_ADDRESSES:
@@ -286,7 +303,7 @@ def fetch(addresses: Sequence[str], directory: Path, base: str | None = None) ->
         from node.session.remote_queries import fetch_model
 
         say = lambda line: print(f"warning: {line}", file=sys.stderr)  # noqa: E731
-        return asyncio.run(fetch_model(addresses, directory, say, base))
+        return asyncio.run(fetch_model(addresses, directory, say, base, member))
 
 
 def require_address(address: str) -> None:

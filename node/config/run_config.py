@@ -169,6 +169,13 @@ class RunConfig:
         "for butterfly.",
         0.02,
     )
+    admission: Literal["invited"] | None = described(
+        "Who may take part: with invited, only peers that a member has invited (docs/private.md). left out: everybody.",
+        None,
+    )
+    inviters: Literal["members", "founder"] | None = described(
+        "Only for a private run: who may invite, all members (the default) or only the founder.", None
+    )
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = described(
         "Seed of the initial parameters, and of all other random choices that peers must make alike.", 0
     )
@@ -200,6 +207,8 @@ class RunConfig:
             raise ValueError(f"with codec topk, chunk_elements must be a multiple of {TOPK_GRAIN}")
         if self.protocol != "butterfly" and (self.fork == "never" or self.min_peers > 1):
             raise ValueError(f"fork and min_peers are for butterfly: {self.protocol} has no votes")
+        if self.inviters and not self.admission:
+            raise ValueError('inviters is for private runs: also set admission = "invited", or leave it out')
         self._check_recipe()
         self._check_stages()
 

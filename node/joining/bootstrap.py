@@ -39,6 +39,7 @@ from node.membership.hello import (
     WantSummary,
 )
 from node.membership.membership import Membership
+from node.membership.pass_exchange import NotAdmitted
 from node.reporting.status import Status, brief, parse, to_json
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
@@ -319,6 +320,8 @@ class BootstrapClient:
             peer = await self._connect(address, deadline)
             run = await self._ask(peer, deadline)
             self._judge(run)
+        except NotAdmitted as error:
+            raise ManifestError(error.why) from None
         except PeerError as error:
             return error.why
         except BadPayload as error:

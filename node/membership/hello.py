@@ -26,6 +26,7 @@ from protocols.wire import (
 
 HELLO = "starling/hello/6"
 BOOTSTRAP_METHOD = "starling/entry/1"
+PASS_METHOD = "starling/pass/1"  # the only one that a private run serves to strangers
 
 VERSION = 6
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The

@@ -15,7 +15,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self, TypeVar
@@ -41,9 +41,9 @@ from node.network.pipe import SocketPipe
 from node.network.sockets import socket_directory
 from node.runtime.identity import Identity
 from node.runtime.listening import interface_hosts
-from node.streams.serving import EndingPipe, Serving
+from node.streams.serving import Access, EndingPipe, Serving
 from node.streams.traffic import Traffic
-from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
+from protocols.base import Deadline, Handler, NotAccepted, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from protocols.peers.estimates import RecentDict
 from protocols.streams.framing import opened
 
@@ -57,6 +57,8 @@ _MAX_KNOWN, _MAX_HOSTS = 64, 256
 _MAX_CAUSES, _MAX_CAUSES_PER_PEER = 256, 8
 _PAUSE_SECONDS = (0.1, 0.6)
 """Bounds of the random pause after a dial that crossed the other peer's, so that the two do not cross again."""
+
+_EXPEL_SECONDS = 5.0
 
 T = TypeVar("T")
 
@@ -104,6 +106,7 @@ class LibP2PTransport:
         self._chance = random.Random(self.me)  # seeded differently for each peer, so that two peers' dials diverge
         self._hosts: RecentDict[PeerId, str | None] = RecentDict(_MAX_HOSTS)
         self._direct: DirectPlane | None = None
+        self._access = self._serving.access
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -178,6 +181,24 @@ class LibP2PTransport:
     def serve(self, method: str, handler: Handler) -> None:
         self._serving.serve(method, handler)
 
+    def restrict(self, access: Access) -> None:
+        """From now on, `access` decides about each stream, also about those of the direct plane."""
+        self._access = self._serving.access = access
+
+    def served(self) -> Collection[PeerId]:
+        """The peers that have streams open to this one."""
+        return self._serving.served()
+
+    def expel(self, peer: PeerId, seconds: float = _EXPEL_SECONDS) -> None:
+        """End all streams from and to a peer at once, and close the connections to it."""
+
+        async def disconnect() -> None:
+            with suppress(PeerError):
+                await self.forget(peer, asyncio.get_running_loop().time() + seconds)
+
+        self._serving.expel(peer)
+        self._serving.spawn(disconnect())
+
     def scope(self) -> AbstractAsyncContextManager[None]:
         """See `Serving.scope`."""
         return self._serving.scope()
@@ -189,9 +210,16 @@ class LibP2PTransport:
     async def _stream(
         self, peer: PeerId, method: str, deadline: Deadline, direct: DirectPlane | None = None
     ) -> AsyncIterator[Stream]:
+        await self._access.before(peer, method, deadline)
         pipe: EndingPipe | None = await direct.open(peer, method, deadline) if direct else None
         if pipe is None:
-            pipe = await self._dial(peer, method, deadline, is_bulk=direct is not None and method in direct.methods)
+            is_bulk = direct is not None and method in direct.methods
+            try:
+                pipe = await self._dial(peer, method, deadline, is_bulk)
+            except NotAccepted:  # the peer may have started anew, and not know this one
+                if not await self._access.refused(peer, method, deadline):
+                    raise
+                pipe = await self._dial(peer, method, deadline, is_bulk)
         try:
             yield await opened(peer, pipe, deadline)
         except BaseException:
@@ -276,7 +304,8 @@ class LibP2PTransport:
                 peer, "no answer before the deadline: it is down, it hangs, or a firewall blocks it"
             ) from None
         except EOFError:
-            raise PeerGone(peer, "did not accept the stream: method not served, too many streams, or gone") from None
+            why = "did not accept the stream: method not served, too many streams, or gone"
+            raise NotAccepted(peer, why) from None
         except (ValueError, *LINK_ERRORS) as error:
             text = str(error) or type(error).__name__
             before = self._causes[peer].get("") if peer in self._causes else None

@@ -28,7 +28,7 @@ STATES = (
     *("waiting", "paused", "moving", "leaving", "finished"),
 )
 _LATER = frozenset(
-    {"version", "device", "move", "backups"}
+    {"version", "device", "move", "backups", "private"}
 )  # Fields of a status that a peer of an earlier version leaves out
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class Status:
     limits: str = ""  # this peer's limits on its traffic, what they cost the run, and its quota
     version: str = ""  # of the peer's code
     device: str = ""  # on which its worker trains; empty if not known yet
+    private: bool = False  # only the invited may take part in its run
     move: str = ""  # with stages: its latest move to another, under way, done, or given up and why; empty without one
     backups: str = ""  # with stages: how many peers have a backup of its stage, and which ones it has of others
 
@@ -208,8 +209,10 @@ def short(peer: str) -> str:
 
 
 def join_command(status: Status) -> tuple[str, Scope] | None:
-    """The command with which others join, and from where it works; None while no address is known."""
-    if not status.addresses:
+    """The command with which others join, and from where it works; None while no address is known, and in a private
+    run, where others need a ticket.
+    """
+    if not status.addresses or status.private:
         return None
     best = min(status.addresses, key=scope)
     command = typed(f"join --bootstrap {best}")

@@ -179,6 +179,7 @@ class SessionBuilder:
             on_duplicate_identity=on_fatal,
             say=peer.view.say,
         )
+        peer.private.offset_seconds = membership.offset_seconds
         met = {other: (address.rpartition("/p2p/")[0],) for other, address in bootstrap.met.items()}
         given = {other: (address,) for other, address in silent.items()}
         for known in (given, met, peer.state.peers()):
@@ -383,6 +384,7 @@ class SessionBuilder:
             MachineMonitor(machine_rules(config), peer.files, peer.pauses.wish, peer.limits.quota).run(),
             SleepGuard(save).run(),
             peer.swarm.run(partial(ask_summary, peer.transport), live),
+            peer.private.exchange.spread(live),
         ]
         if config.addresses_file:
             beside.append(keep_addresses_file(config.addresses_file, addresses, peer.files, peer.view.say))

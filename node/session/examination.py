@@ -40,7 +40,10 @@ from node.membership.peer_record import PeerRecord
 from node.network.daemon import DaemonError, PortTaken
 from node.network.libp2p import LibP2PTransport
 from node.reporting.status import printable
+from node.runtime.clock import WallClock
 from node.runtime.identity import IdentityError, create
+from node.session.fatal import FatalPeerError
+from node.session.private_run import is_private, visitors_access
 from node.session.transport import make_transport
 from node.storage.statedir import StateDir
 from protocols.aio import loop_time
@@ -173,10 +176,15 @@ class ExaminationAlone(Examination):
             return ""
         known = [self._given] if self._given else []
         try:
-            transport = await self._stack.enter_async_context(make_transport(self._config, state, known))
+            transport = make_transport(self._config, state, known)
+            if is_private(self._directory):
+                access = visitors_access(self._directory, transport.me, WallClock())
+                access.serve(transport)
+                transport.restrict(access)
+            await self._stack.enter_async_context(transport)
         except PortTaken as error:
             self.port_problem = str(error)
-        except (DaemonError, IdentityError) as error:
+        except (DaemonError, IdentityError, FatalPeerError) as error:
             return str(error)
         else:
             own = await asyncio.to_thread(holder, self._directory, False, False)

@@ -18,13 +18,16 @@ from node.joining import resume
 from node.joining.bootstrap import RunInfo
 from node.joining.overlap_plan import choose_overlap
 from node.joining.run_selector import RunSelector, asks, found_run, run_id
+from node.membership.invitations import Ticket
 from node.network.daemon import DaemonError, PortTaken
 from node.reporting.status import EventSink, Status, join_command, narrow
 from node.runtime.clock import monotonic_seconds
 from node.runtime.identity import IdentityError, verify
+from node.runtime.program import typed
 from node.session.build import open_session
 from node.session.fatal import AGAIN, NO_RESULT, NO_WORKER, REPLACED, FatalPeerError
 from node.session.peer_session import PeerSession
+from node.session.private_run import read_manifest
 from node.session.processes import PeerProcesses
 from node.session.stage_entrance import StageEntrance, require_stage
 from node.storage.statedir import StateDir, StateError, read_stage
@@ -49,13 +52,14 @@ class Peer:
         state: StateDir,
         view: EventSink,
         on_asked: Callable[..., None] | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
         """`run` starts if no address leads to one; a run in the state directory must agree with it.
 
         `on_asked` is called without arguments when the control channel asks the peer to finish, and with a reason when
         the peer has to leave because it has no worker. By default: `finish`.
         """
-        self._config, self._wanted, self._state = config, run, state
+        self._config, self._wanted, self._state, self._ticket = config, run, state, ticket
         self._on_asked = on_asked or self.finish
         self._processes = PeerProcesses(config, state, view)
         self._tracker, self._say = self._processes.tracker, self._processes.view.say
@@ -134,11 +138,15 @@ class Peer:
         processes, selector = self._processes, self._selector
         if line := selector.over(self._wanted):
             return self._end(line)
+        self._prepare_private()
         async with processes.running(selector.judge, self._on_asked), AsyncExitStack() as stack:
             if self._config.own_loop:
                 from node.training.script import ScriptEntrance
 
                 self._scripts = await stack.enter_async_context(ScriptEntrance(self._state.path, self._on_asked))
+            if self._ticket:
+                self._tracker.set_state("joining", "asking for a pass")
+                await processes.private.redeem(self._ticket, processes.transport, processes.transport.connect)
             run = await self._find_run()
             if run and (line := selector.is_over(run)):
                 return self._end(line)
@@ -146,6 +154,13 @@ class Peer:
             enter = partial(self._join_run, run) if run else self._start_run
             while moved := await self._train(enter):
                 enter = partial(self._arrive, *moved)
+
+    def _prepare_private(self) -> None:
+        """Keep strangers out before anything is served, if the run may be private."""
+        private, wanted = self._processes.private, self._wanted
+        private.exchange.on_barred = lambda revocation: self._fail(private.removed_line(revocation))
+        held = None if self._config.new else read_manifest(self._state.path)
+        private.prepare(self._ticket, held, wanted is not None and wanted.admission is not None)
 
     async def _train(self, enter: Callable[[AsyncExitStack], Awaitable[Entered]]) -> tuple[RunInfo, int, bool] | None:
         """Enter the run and train in it, as one incarnation.
@@ -309,6 +324,9 @@ class Peer:
 
     def _announce_run(self, manifest: Manifest) -> None:
         """Tell the user how others join the new run."""
+        if manifest.config.admission:
+            run = f"private run {manifest.config.name} ({manifest.run_id[:6]}…)"
+            return self._say(f"{run}: others need a ticket. In another terminal: {typed('invite')}")
         self._say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
         if command := join_command(self.status()):
             self._say(f"others join by: {command[0]}")
@@ -338,6 +356,7 @@ class Peer:
         """Assign the state directory and the status to this run."""
         state = self._state
         begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
+        self._processes.private.enter(manifest)  # a peer that may not leaves the directory as it was
         await self._processes.disk.run(begin, 0)
         self._tracker.enter_run(manifest)
 

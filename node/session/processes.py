@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,6 +33,7 @@ from node.runtime.program import upgrade
 from node.runtime.proxies import dialled_directly
 from node.session.examination import DoctorService, ExaminationBeside
 from node.session.pausing import PauseController
+from node.session.private_run import PrivateCommands, PrivateMembership
 from node.session.status_tracker import StatusTracker
 from node.session.swarm_poller import SwarmPoller
 from node.session.traffic_limits import TrafficLimits
@@ -65,6 +66,8 @@ class PeerProcesses:
         self.tracker = StatusTracker(config.nickname, self.me, self.limits, self.clock)
         self.doctor = DoctorService(self._examination)
         self._terminal, self.view = view, EventFeed(view, self.clock.wall)
+        self.private = PrivateMembership(state, self.files, self.clock, config.nickname, self.view.say)
+        self.private.contacts = self.tracker.contacts
         self.swarm = SwarmPoller(self.tracker.status, self.view.say, upgrade())
 
     def recall(self, reports: Sequence[RoundReport]) -> None:
@@ -98,6 +101,7 @@ class PeerProcesses:
             swarm=self.swarm,
             doctor=self.doctor.ask,
             move=tracker.move,
+            private=PrivateCommands(self.private, tracker, self.swarm).carry_out,
         )
         async with (
             tracker.lag,
@@ -128,6 +132,7 @@ class PeerProcesses:
         for pause_seconds in chain(PORT_PAUSES_SECONDS, repeat(PORT_PAUSES_SECONDS[-1])):
             known = await self._given_addresses()
             transport = make_transport(self.config, self.state, known, self.limits.traffic)
+            self._restrict(transport)
             try:
                 return await stack.enter_async_context(transport)
             except PortTaken as error:
@@ -138,6 +143,13 @@ class PeerProcesses:
                 said = str(error)
             await asyncio.sleep(pause_seconds)
         raise AssertionError("unreachable")
+
+    def _restrict(self, transport: LibP2PTransport) -> None:
+        """In a private run, only members open streams."""
+        exchange = self.private.exchange
+        exchange.expel, exchange.served = transport.expel, transport.served
+        exchange.serve(transport)
+        transport.restrict(exchange)
 
     async def _given_addresses(self) -> list[str]:
         """Those that the user gave, and those that files hold now."""
@@ -181,6 +193,7 @@ async def carry_out(
     swarm: SwarmPoller,
     doctor: Callable[[int | None, str], Mapping[str, object]],
     move: Callable[[int], str],
+    private: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, object] | None]],
 ) -> Mapping[str, object]:
     """Carry out a request of the control socket or the page, a JSON object that names the command by `do`.
 
@@ -209,7 +222,8 @@ async def carry_out(
         return {"ok": False, "line": str(error)}
     except OverflowError:  # an integer that is too large for a float
         return {"ok": False, "line": "a number of the request is far too large: give a smaller one"}
-    return {"error": 'ask {"do": …} with "status", "swarm", "finish", "pause", "resume", "set", "move" or "doctor"'}
+    known = "status, swarm, finish, pause, resume, set, move, invite, members, revoke or doctor"
+    return await private(request) or {"error": f'ask {{"do": …}} with {known}'}
 
 
 CONTROLS = ("pause", "finish")  # What the page's user may ask for

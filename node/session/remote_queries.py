@@ -13,6 +13,7 @@ from node.export.fetching import fetch_state, fetchable
 from node.joining.bootstrap import RunInfo, ask_run, ask_status
 from node.joining.run_selector import run_id
 from node.joining.state_download import INCARNATION
+from node.membership.pass_exchange import PassExchange
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PTransport
 from node.runtime.clock import WallClock
@@ -20,6 +21,7 @@ from node.runtime.compute import ThreadCompute
 from node.runtime.identity import create
 from node.runtime.proxies import dialled_directly
 from node.session.fatal import FatalPeerError
+from node.session.private_run import visitors_access
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, StaticMembers
 
@@ -28,20 +30,40 @@ T = TypeVar("T")
 ANSWER_SECONDS = 10.0
 
 
-async def remote_status(address: str) -> dict[str, Any]:
-    """Ask the peer at a multiaddr for its status, under an identity that exists only for this request."""
+def _show_pass(transport: LibP2PTransport, member: Path | None) -> None:
+    """Visit a private run, with passes that the key of the state directory `member` signs; None: only open runs."""
+    clock = WallClock()
+    access = visitors_access(member, transport.me, clock) if member else PassExchange(transport.me, clock.wall)
+    access.serve(transport)
+    transport.restrict(access)
+
+
+async def remote_status(address: str, member: Path | None = None) -> dict[str, Any]:
+    """Ask the peer at a multiaddr for its status, under an identity that exists only for this request.
+
+    `member`: the state directory of a member of its private run.
+    """
     with tempfile.TemporaryDirectory() as directory:
         identity = create(Path(directory) / "identity.key")
         async with LibP2PTransport(identity) as transport:
+            _show_pass(transport, member)
             return (await _ask_at(transport, address, ask_status))[1]
 
 
 async def fetch_model(
-    addresses: Sequence[str], directory: Path, say: Callable[[str], None], base: str | None = None
+    addresses: Sequence[str],
+    directory: Path,
+    say: Callable[[str], None],
+    base: str | None = None,
+    member: Path | None = None,
 ) -> list[Path]:
-    """Fetch the newest state that the peers at these multiaddrs serve; `say` is told of those that do not answer."""
+    """Fetch the newest state that the peers at these multiaddrs serve; `say` is told of those that do not answer.
+
+    `member` is as for `remote_status`.
+    """
     identity, clock = create(directory / "identity.key"), WallClock()
     async with ThreadCompute() as compute, LibP2PTransport(identity) as transport:
+        _show_pass(transport, member)
         answers = await _ask_each(transport, addresses, say)
         run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed, base), 0)
         if any(run_id(each.sealed) != run.manifest.run_id for each in answers.values()):

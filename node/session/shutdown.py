@@ -16,6 +16,7 @@ from node.config.peer_config import PeerConfig
 from node.config.run_config import RunConfig
 from node.config.toml import ConfigError
 from node.joining.addresses_file import require_usable
+from node.membership.invitations import Ticket
 from node.runtime.cgroup import bounded_spin
 from node.runtime.identity import IdentityError
 from node.session.fatal import FatalPeerError
@@ -32,7 +33,7 @@ def _heeded() -> list[signal.Signals]:
     return [each for each in NAMES if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
 
-def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
+def run_peer(config: PeerConfig, run: RunConfig | None, ticket: Ticket | None = None) -> int:
     """Run a peer to its end and show it in the terminal; returns the process's exit code."""
     state = _state_dir(config)  # what it refuses, it refuses before seconds go by for PyTorch
 
@@ -49,7 +50,7 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.log_style)
     shutdown = GracefulShutdown(lambda: peer.finish(), terminal.say, terminal.close)
-    peer = Peer(config, run, state, terminal, shutdown.finish)
+    peer = Peer(config, run, state, terminal, shutdown.finish, ticket)
     # Exempt all objects loaded so far from garbage collection. Otherwise each full collection would visit PyTorch's
     # quarter of a million objects, and block the event loop for 0.14 s.
     gc.freeze()
@@ -58,7 +59,7 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     async def run_again() -> int:
         nonlocal peer
         while (code := await peer.run()) == AGAIN:
-            peer = Peer(replace(config, new=False), run, _state_dir(config), terminal, shutdown.finish)
+            peer = Peer(replace(config, new=False), run, _state_dir(config), terminal, shutdown.finish, ticket)
         return code
 
     async def show_and_run() -> int:

@@ -8,6 +8,8 @@ checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     addresses it was asked to listen on, and those with the chosen ports
 data.json       what its data were at its last start (`node.tasks.given_data`)
 pause.json      exists if the peer was asked to pause (`node.session.pausing`)
+pass.bin        its passes to private runs          invites.json   tickets that it has made, and who has used them
+revoked.bin     peers that were removed from its private run (`node.storage.pass_files` has these three)
 seats.json      the first members of all stages that it knows (`node.membership.seats`)
 stage           in a run with stages, the number of its stage, and "pinned" if its user has moved it there;
                 certificates.bin and checkpoints/ lie in stages/<k>/ then
@@ -26,6 +28,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -42,7 +45,7 @@ MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40  # the limit of `protocols.wire`: other peers ignore members of a higher incarnation
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
-    "certificates.bin", "checkpoints", "stage.json", "seats.json", "stage", "stages",
+    "certificates.bin", "checkpoints", "stage.json", "seats.json", "stage", "stages", "invites.json", "revoked.bin",
     *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
@@ -393,13 +396,15 @@ def _read(path: Path, limit: int) -> bytes:
         return b""
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
     """Replace a file's content. After a crash it has the old or the new content; after this returns, the new one.
 
-    Raises OSError; the old content stays then.
+    Raises OSError; the old content stays then. Only this user can read a file that is `private`.
     """
     temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
+    if private:
+        temporary.unlink(missing_ok=True)
+    with open(temporary, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

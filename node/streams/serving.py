@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from node.runtime.bounded import count
 from node.streams.traffic import StreamTraffic, Traffic
-from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
+from protocols.base import BadPayload, Deadline, Handler, PeerError, PeerId, Stream
 from protocols.streams.framing import Pipe, accepted
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,36 @@ class EndingPipe(Pipe, Protocol):
         """Reset at once. Harmless after `close` and `reset`."""
 
 
+class Access(Protocol):
+    """Who may open streams, and what has to precede a stream to another peer. Each transport asks it, for each stream.
+
+    `OpenAccess` lets everybody in; `node.membership.pass_exchange` is that of a private run.
+    """
+
+    def serves(self, peer: PeerId, method: str) -> bool:
+        """Whether a peer may open a stream of this method now."""
+
+    async def before(self, peer: PeerId, method: str, deadline: Deadline) -> None:
+        """Called before a stream is opened. Raises `PeerGone` if none may be."""
+
+    async def refused(self, peer: PeerId, method: str, deadline: Deadline) -> bool:
+        """Called when a peer did not accept a stream. Whether it may accept the same now; `PeerGone` says why not."""
+
+
+class OpenAccess:
+    def serves(self, peer: PeerId, method: str) -> bool:
+        return True
+
+    async def before(self, peer: PeerId, method: str, deadline: Deadline) -> None:
+        pass
+
+    async def refused(self, peer: PeerId, method: str, deadline: Deadline) -> bool:
+        return False
+
+
 class Serving:
+    access: Access = OpenAccess()
+
     def __init__(self, max_streams: int, max_streams_per_peer: int, traffic: Traffic) -> None:
         self.refused: Counter[tuple[PeerId, str]] = Counter()  # (peer, why) -> streams; the latest 1,024 pairs
         self._traffic = traffic
@@ -49,6 +78,7 @@ class Serving:
         self._handlers: dict[str, Handler] = {}
         self._active: Counter[PeerId] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._answering: dict[asyncio.Task[Any], PeerId] = {}  # the tasks of incoming streams
         self._handled_by: dict[asyncio.Task[Any] | None, str] = {}  # the method that a stream's task carries out now
         self._lingering: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -96,13 +126,23 @@ class Serving:
             return
         self._active[peer] += 1
         task = self.spawn(self._answer(peer, pipe))
+        self._answering[task] = peer
 
-        def release(_: object) -> None:
+        def release(ended: asyncio.Task[None]) -> None:
             pipe.abort()
+            del self._answering[ended]
             self._active -= Counter((peer,))  # forgets the peer at zero
 
         # Not in the task itself: a task that is cancelled before its first step runs none of its code.
         task.add_done_callback(release)
+
+    def served(self) -> set[PeerId]:
+        return set(self._answering.values())
+
+    def expel(self, peer: PeerId) -> None:
+        """End the streams that a peer has opened, at once."""
+        for task in [task for task, opener in self._answering.items() if opener == peer]:
+            task.cancel()
 
     def finish(self, pipe: EndingPipe) -> asyncio.Task[None]:
         """Close a stream in order: all data sent on it arrives if the peer reads it within 30 seconds."""
@@ -168,7 +208,10 @@ class Serving:
         return False
 
     async def _admit(self, peer: PeerId, pipe: EndingPipe) -> tuple[str, Stream] | None:
-        """The method that is asked for, and the stream; None if it is not served."""
+        """The method that is asked for, and the stream; None if it is not served, or not to this peer.
+
+        The only way to a handler, for streams over libp2p and over direct connections.
+        """
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
                 size = bytearray(1)
@@ -178,6 +221,9 @@ class Serving:
                 method = name.decode(errors="replace")
                 if method not in self._handlers:
                     self.refuse(peer, "method not served")
+                    return None
+                if not self.access.serves(peer, method):
+                    self.refuse(peer, "not admitted to the run")
                     return None
                 await pipe.write(_ACCEPTED)
                 pipe.belong_to(self._traffic.stream(peer, method))

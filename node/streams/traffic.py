@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from node.membership.hello import BOOTSTRAP_METHOD
+from node.membership.hello import BOOTSTRAP_METHOD, PASS_METHOD
 from node.streams.byte_limiter import PIECE_BYTES, ByteLimiter
 from node.streams.byte_meter import ByteMeter, CountBytes, NoteDelivery, TrafficClass, UploadSpeed, class_of
 from node.streams.byte_quota import ByteQuota
@@ -100,7 +100,7 @@ class Traffic:
 
     def stream(self, peer: PeerId, method: str) -> StreamTraffic:
         """A stream without a method is control traffic."""
-        count, by_stranger = self.meter.stream(peer, method), method == BOOTSTRAP_METHOD
+        count, by_stranger = self.meter.stream(peer, method), method in (BOOTSTRAP_METHOD, PASS_METHOD)
         traffic = StreamTraffic(count, class_of(method), self.upload, self.download, self._quota, by_stranger)
         traffic.delivered = partial(self.upload_speed.note, peer)
         return traffic

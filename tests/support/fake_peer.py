@@ -69,7 +69,13 @@ def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Coll
 
 class Peer:
     def __init__(
-        self, config: PeerConfig, run: object, state: StateDir, view: EventSink, on_asked: Callable[[], None]
+        self,
+        config: PeerConfig,
+        run: object,
+        state: StateDir,
+        view: EventSink,
+        on_asked: Callable[[], None],
+        ticket: object,
     ) -> None:
         self.config, self.view, self.on_asked = config, view, on_asked
         self.finished, self.asked = asyncio.Event(), 0

@@ -28,7 +28,7 @@ LEAVES: dict[type, list[Any]] = {
     int: [0, 1, 5, 31, 32, 1 << 16, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 48, 1 << 53],
     float: [0.0, 0.1, 1.0, 1e-300, 600.0, wire.MAX_SECONDS, 1e13, 1e30],
     str: ["", "p", "12D3KooW" * 2, "ß" * 16, "12D3KooW" * 8],
-    bytes: [b"", b"\xff", bytes(32), b"\x80" * 32, b"s" * 64, b"s" * 128],
+    bytes: [b"", b"\xff", bytes(16), bytes(32), b"\x80" * 32, b"s" * 64, b"s" * 128],
 }
 WRONG: dict[type, list[Any]] = {
     bool: [0, 1, 1.0, None, "true", b"\x01"],

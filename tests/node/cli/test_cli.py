@@ -145,7 +145,7 @@ def test_help_of_join_begins_with_what_is_usual(
     named = re.findall(r"^│ (--\S+)", here(capsys, "join", "--help").stdout, re.MULTILINE)
     options = [name for key in SETTINGS if (name := option_name(key))]
     assert sorted(each.replace("[no-]", "") for each in named) == sorted(
-        [*options, *(f"--{each}" for each in OF_RUN), "--help"]
+        [*options, *(f"--{each}" for each in OF_RUN), "--ticket-file", "--help"]
     )
 
 
@@ -486,7 +486,7 @@ def test_several_local_peers_require_a_choice(join: Join, own_home: Path) -> Non
 def test_failed_status_query_gives_one_line_error(
     answer: object, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def remote_status(address: str) -> object:
+    async def remote_status(address: str, member: Path | None) -> object:
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -274,7 +275,8 @@ async def test_examination_is_begun_once_and_polled(tmp_path: Path) -> None:
 
     async with DoctorService(begin) as examiner:
         unused: Any = None
-        others = {"finish": unused, "pauses": unused, "limits": unused, "swarm": unused, "move": unused}
+        others = dict.fromkeys(("finish", "pauses", "limits", "swarm", "move"), unused)
+        others["private"] = AsyncMock(return_value=None)
         command = partial(carry_out, doctor=examiner.ask, **others)
         async with ControlServer(tmp_path, lambda: STATUS, command):
 

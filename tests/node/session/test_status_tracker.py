@@ -53,7 +53,9 @@ def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple
 
 def manifest(rounds: int = 10, stages: int = 1) -> Any:
     recipe = SimpleNamespace(rounds=rounds)
-    config = SimpleNamespace(name="tiny", consent_task="", protocol="butterfly", recipe=recipe, stages=stages)
+    config = SimpleNamespace(
+        name="tiny", consent_task="", admission=None, protocol="butterfly", recipe=recipe, stages=stages
+    )
     return SimpleNamespace(run_id="ab" * 32, config=config)
 
 

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,15 @@ def soon(seconds: float = 2.0) -> float:
 UNUSED: Any = None
 
 
+async def unknown(request: Mapping[str, Any]) -> None:
+    pass
+
+
 def control_server(
     state_dir: Path, finish: Callable[[], None] = lambda: None, pauses: PauseController = UNUSED
 ) -> ControlServer:
-    command = partial(carry_out, finish=finish, pauses=pauses, limits=UNUSED, swarm=UNUSED, doctor=UNUSED, move=UNUSED)
+    others = dict.fromkeys(("limits", "swarm", "doctor", "move"), UNUSED)
+    command = partial(carry_out, finish=finish, pauses=pauses, private=unknown, **others)
     return ControlServer(state_dir, lambda: STATUS, command)
 
 
