@@ -10,8 +10,7 @@ draws it. An arm more is a line in `ARMS`.
 loss          real trainers, one thread each: the same small language model, text, tokens a step and AdamW, the same H.
               Counted is from the first step until the last peer has had the loss, which was chosen before. Between two
               evaluations the loss is taken to fall in a straight line. The evaluation after each round counts for all
-              but DDP, which evaluates more often. The start is not counted; Starling's first round, which the
-              founder ends alone, is
+              but DDP, which evaluates more often. The start is not counted
 utilisation   Starling only. All trainers are paced (`node.tasks.paced`): two cores cannot hold the real ones. A step
               sleeps, so its length is known, and the share is steps times that length, over the time of whole rounds
 """

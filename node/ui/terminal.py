@@ -102,6 +102,8 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
     seconds = report.seconds_train + report.seconds_wait + report.seconds_average
     speed = report.tokens / report.seconds_train if report.seconds_train > 0 else math.nan
     outcome = _OUTCOMES.get(report.outcome, f"mean of {len(report.peers)}")
+    if report.outcome == "skipped" and not report.tokens:  # as while a founder waits for others
+        outcome = "nothing was trained"
     if not math.isnan(report.spread):
         outcome = _mixed(report)
     outcome = "continues alone" if alone and report.outcome == "fork" else outcome

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -110,8 +110,8 @@ class BlobServer:
         name, at = self._served.get(peer, (b"", -math.inf))
         return name, 0.0 if self._open[peer] else loop_time() - at
 
-    @asynccontextmanager
-    async def _noted(self, peer: PeerId, name: bytes) -> AsyncIterator[None]:
+    @contextmanager
+    def _noted(self, peer: PeerId, name: bytes) -> Iterator[None]:
         self._served[peer] = name, loop_time()
         self._open[peer] += 1
         try:
@@ -134,13 +134,13 @@ class BlobServer:
         if found is None:
             return await stream.send(wire.Availability(False))
         if not found.large:
-            async with self._noted(stream.peer, name):
+            with self._noted(stream.peer, name):
                 return await self._send(stream, found)
         if stream.peer in self._fetching or len(self._fetching) >= LARGE_AT_ONCE:
             return await stream.send(Busy(BUSY_SECONDS))
         self._fetching.append(stream.peer)
         try:
-            async with self._noted(stream.peer, name):
+            with self._noted(stream.peer, name):
                 await self._send(stream, found)
         finally:
             self._fetching.remove(stream.peer)

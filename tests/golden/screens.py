@@ -106,6 +106,7 @@ def _peer_screens() -> Iterator[tuple[str, str]]:
 def _peer_lines() -> Iterator[str]:
     for outcome in ("committed", "alone", "skipped", "superseded", "fork"):
         yield plain_line(report(3, outcome=outcome), 16)
+    yield plain_line(report(0, outcome="skipped", tokens=0, loss=math.nan, held_out_loss=math.nan), 16)
     yield plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16)
     yield plain_line(report(12, outcome="fork"), alone=True)
     yield plain_line(report(3, stage=1, stages=3))

@@ -108,7 +108,7 @@ def test_three_peers_agree_and_leave_nothing_behind(start: Callable[[int], Runni
     code, out, err = swarm.end(120)
     assert swarm.left() == []
     (end,) = (json.loads(line) for line in out.splitlines())
-    assert code == 0 and end["agree"] and end["rounds"] == 4 and len(end["peers"]) == 3, err
+    assert code == 0 and end["agree"] and end["rounds"] == 5 and len(end["peers"]) == 3, err  # one admits the others
     assert end["loss_first"] > 0 and end["loss_last"] > 0  # the paced task learns nothing
     assert len({each["params_hash"] for each in end["peers"]}) == len({each["lineage"] for each in end["peers"]}) == 1
     for number, each in enumerate(end["peers"], 1):
@@ -117,7 +117,9 @@ def test_three_peers_agree_and_leave_nothing_behind(start: Callable[[int], Runni
         assert each["bytes_sent"] == sum(report["bytes_sent"] for report in own) > 0
         assert each["tokens"] >= 1024 and each["seconds_train"] > 0 and each["seconds_average"] > 0
     agreed(swarm, (1, 2, 3))
-    assert [line.split()[1] for line in err.splitlines() if line.startswith("round")] == ["1/4", "2/4", "3/4", "4/4"]
+    shown = [line.split()[1].split("/") for line in err.splitlines() if line.startswith("round")]
+    assert [number for number, _ in shown] == ["1", "2", "3", "4", "5"] and shown[-1][1] == "5"
+    assert [len(report["peers"]) for report in swarm.reports(1) if report["tokens"]] == [3] * 4
     assert "all peers agree" in err and "Traceback" not in err
 
 
@@ -129,7 +131,7 @@ def test_others_continue_without_a_killed_peer(start: Callable[[int], Running]) 
     os.kill(swarm.control(2), signal.SIGKILL)
     code, out, err = swarm.end(120)
     end = json.loads(out.splitlines()[-1])
-    assert code == 1 and not end["agree"] and end["rounds"] == 14, err
+    assert code == 1 and not end["agree"] and end["rounds"] >= 14, err
     assert end["peers"][0]["params_hash"] == end["peers"][2]["params_hash"] != end["peers"][1]["params_hash"]
     assert len([line for line in err.splitlines() if line.startswith("peer-2 killed by signal 9")]) == 1
     agreed(swarm, (1, 2, 3))
