@@ -40,6 +40,7 @@ from node.membership.peer_record import PeerRecord
 from node.network.address_scope import Scope, scope
 from node.reporting.status import MAX_NAME, printable, short
 from node.runtime.identity import Identity, is_peer_id, load, peer_id_of, public_key_of, verify
+from node.runtime.program import typed
 from node.session.fatal import FatalPeerError
 from node.session.status_tracker import StatusTracker
 from node.session.swarm_poller import SwarmPoller
@@ -443,7 +444,8 @@ def _answer(ticket: Ticket, words: str, addresses: Collection[str], **more: obje
     if not addresses:
         raise ValueError("this peer knows none of its own addresses yet: ask again in a few seconds")
     narrow = NARROW if min(map(scope, addresses)) != Scope.ANYWHERE else ""
-    return {"ok": True, "ticket": ticket.encode(), "line": words, "warning": narrow, **more}
+    text = ticket.encode()
+    return {"ok": True, "ticket": text, "command": typed(f"join {text}"), "line": words, "warning": narrow, **more}
 
 
 def day(seconds: float, length: float = 1e9) -> str:

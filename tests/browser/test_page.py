@@ -12,7 +12,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser
 
 from tests.browser.chromium import BROWSER, DESKTOP, PHONE, STRANGER, chromium, tab
-from tests.browser.views import VIEWS
+from tests.browser.views import VIEWS, peer
 from tests.support.scripted_page import ScriptedPage
 from tests.support.status_examples import REPORT
 
@@ -123,6 +123,23 @@ async def test_keyboard_alone_finishes_the_peer(tmp_path: Path, browser: Browser
             await keyboard.press(key)
         await opened.page.wait_for_function("() => document.querySelector('#answer').textContent.includes('finishes')")
         assert page.asked == [{"do": "finish"}]
+
+
+async def test_private_page_makes_tickets_and_asks_before_it_removes(tmp_path: Path, browser: Browser) -> None:
+    page = ScriptedPage(tmp_path)
+    page.show(state="training", private=True, peers=(peer(1), peer(2)))
+    async with page.serving(), tab(browser, page.link) as opened:
+        await opened.headline("Training")
+        await opened.page.click("summary")
+        assert "others need a ticket" in await opened.page.inner_text("#invite-who")
+        await opened.page.click("#ticket")
+        await opened.page.wait_for_selector("#invite-command:visible")
+        assert await opened.page.inner_text("#invite-command") == "starling join starling1abc"
+        await opened.page.click("#peer-rows tr:nth-child(2) button")
+        assert [each["do"] for each in page.asked] == ["invite"]
+        await opened.page.click("text=Remove for good?")
+        await opened.page.wait_for_function("() => document.querySelector('#answer').textContent.includes('Removed')")
+        assert page.asked[1] == {"do": "revoke", "who": peer(1).peer} and opened.problems == []
 
 
 async def _foreign_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

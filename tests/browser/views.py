@@ -141,7 +141,7 @@ def catching_up(page: ScriptedPage) -> None:
 
 def hostile(page: ScriptedPage) -> None:
     training(page)
-    page.show(reason=HOSTILE, nickname=HOSTILE, run=HOSTILE, waiting_for=(HOSTILE,), clock=HOSTILE)
+    page.show(reason=HOSTILE, nickname=HOSTILE, run=HOSTILE, waiting_for=(HOSTILE,), clock=HOSTILE, private=True)
     page.show(peers=(peer(0, nickname=HOSTILE, route=HOSTILE, route_reason=HOSTILE), peer(1)))
     said(page, 0, state=HOSTILE, reason=HOSTILE, version=HOSTILE, device=HOSTILE, tokens_per_second=1e300)
     said(page, 1, version="9.9.9; rm -rf ~", device="x" * 512, tokens_per_second=math.nan)

@@ -84,7 +84,9 @@ class ScriptedPage:
 
     async def _command(self, request: Mapping[str, Any]) -> Mapping[str, object]:
         self.asked.append(request)
-        return {"ok": True} if request.get("do") in ("finish", "pause", "resume") else {"error": "what?"}
+        if request.get("do") == "invite":
+            return {"ok": True, "line": "For one person, until 4 December.", "command": "starling join starling1abc"}
+        return {"ok": True} if request.get("do") in ("finish", "pause", "resume", "revoke") else {"error": "what?"}
 
     def values(self) -> Mapping[str, Any]:
         swarm = swarm_status(self.status, self.answers, self.counted, unreadable={}, update="update this one, too")

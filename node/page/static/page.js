@@ -7,6 +7,7 @@ import { clock, count, duration, loss, shortPeer, size } from "./format.js";
 const MAX_LINES = 10;
 const MAX_ROWS = 60;
 const MAX_POINTS = 2000;
+const TICKET_SECONDS = 7 * 86400, SHOWN_MS = 60_000;
 const DOTS = { training: "good", averaging: "busy", syncing: "busy", joining: "busy", starting: "busy", waiting: "warn", paused: "warn", moving: "busy", leaving: "warn" };
 const STATES = { syncing: "catching up" };
 const OUTCOMES = {
@@ -24,6 +25,8 @@ let lines = [];
 let announced = "";
 let latest = null;
 let connected = false;
+let ticket = null;  // shown for a minute
+let removing = "";  // id of the peer that is removed with the next click
 
 function make(tag, text, className) {
   const element = document.createElement(tag);
@@ -164,6 +167,7 @@ function showSwarm(now) {
   const { status, swarm } = now;
   const staged = status.stages > 1;
   document.querySelectorAll(".staged").forEach((each) => { each.hidden = !staged; });
+  document.querySelectorAll(".private").forEach((each) => { each.hidden = !status.private; });
   $("peer-rows").replaceChildren(...swarm.rows.slice(0, MAX_ROWS).map((each) => peerRow(each, staged, now)));
   $("peers-empty").hidden = swarm.known > 1;
   $("stages").hidden = !staged;
@@ -191,6 +195,7 @@ function peerRow(peer, staged, now) {
   const [sent, received] = now.peer_bytes[peer.peer] || [];
   row.append(name, state, ...stage, make("td", String(peer.round + 1)), make("td", counted), make("td", count(peer.tokens_per_second)),
     data, make("td", size(sent)), make("td", size(received)), make("td", peer.version || "–", "short"), device);
+  if (now.status.private) row.append(peer.me ? make("td") : removeButton(peer));
   return row;
 }
 
@@ -255,8 +260,13 @@ function showText(text) {
 function showAbout(now) {
   const { status } = now;
   setText("brand", ["Starling", status.nickname || shortPeer(status.peer), status.run && `run ${status.run}`].filter(Boolean).join("  ·  "));
-  $("invite").hidden = !now.join;
-  if (now.join) {
+  $("invite").hidden = !now.join && !status.private;
+  $("ticket").hidden = !status.private;
+  $("invite-command").hidden = $("copy").hidden = !now.join && !ticket;
+  if (status.private) {
+    setText("invite-who", ticket ? ticket.line : "This run is private: others need a ticket.");
+    setText("invite-command", ticket ? ticket.command : "");
+  } else if (now.join) {
     setText("invite-who", now.join.who);
     setText("invite-command", now.join.command);
   }
@@ -267,6 +277,28 @@ function showAbout(now) {
 }
 
 // -- commands ---------------------------------------------------------------------------------------------------------
+
+async function makeTicket() {
+  const answer = await connection.command({ do: "invite", uses: 1, seconds: TICKET_SECONDS, peer: "" });
+  if (!answer.ok) return setText("invite-who", answer.error || answer.line);
+  const made = ticket = { line: `${answer.line} They type:`, command: answer.command };
+  showAbout(latest);
+  setTimeout(() => { if (ticket === made) { ticket = null; showAbout(latest); } }, SHOWN_MS);
+}
+
+function removeButton(peer) {
+  const cell = make("td", undefined, "short"), asks = removing === peer.peer;
+  const button = make("button", asks ? "Remove for good?" : "Remove", "quiet");
+  button.type = "button";
+  button.addEventListener("click", () => {
+    removing = asks ? "" : peer.peer;
+    if (asks) ask({ do: "revoke", who: peer.peer }, "Removed.");
+    else setTimeout(() => { if (removing === peer.peer) { removing = ""; showSwarm(latest); } }, 8000);
+    showSwarm(latest);
+  });
+  cell.append(button);
+  return cell;
+}
 
 function showControls(status, controls) {
   const over = ["leaving", "finished"].includes(status.state);
@@ -317,6 +349,7 @@ function listen() {
     setText("as-table", open ? "Hide the table" : "Show as a table");
     if (open) showRoundTable();
   });
+  $("ticket").addEventListener("click", makeTicket);
   $("copy").addEventListener("click", async () => {
     await navigator.clipboard.writeText($("invite-command").textContent);
     setText("copy", "Copied");
