@@ -20,7 +20,7 @@ import typer
 
 from node._version import VERSION
 from node.cli import doctor, local, options, planning, private_runs, remote, upkeep
-from node.cli.private_runs import given_ticket, require_alone
+from node.cli.private_runs import given_ticket, require_alone, require_good
 from node.cli.remote import CommandError
 from node.config.launcher import machines_of
 from node.config.peer_config import RUN, SETTINGS, PeerConfig, option_name
@@ -178,6 +178,7 @@ def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any], ticket: Tick
     with _claim_state_dir(config.state_dir) as state_dir:
         config, lines = apply_saved(replace(config, state_dir=state_dir), state_dir)
         if ticket:
+            require_good(ticket, state_dir)
             config = replace(config, bootstrap=ticket.addresses, run_id=ticket.run.hex())
         for line in lines:
             print(f"starling: {line}", file=sys.stderr)

@@ -18,6 +18,8 @@ from node.config.peer_config import PeerConfig
 from node.membership.invitations import MAX_CHARACTERS, MAX_USES, Ticket, TicketError, read_ticket
 from node.reporting.status import MAX_NAME, printable, short, to_json
 from node.runtime.program import typed
+from node.storage.pass_files import PassFiles
+from node.storage.statedir import StateError
 
 VARIABLE = "STARLING_TICKET"
 ALONE = "a ticket names its run and its addresses: leave --bootstrap and --run-id out"
@@ -55,9 +57,19 @@ def given_ticket(
         raise CommandError(ALONE)
     if not ticket.addresses:
         raise CommandError("this ticket holds no address: ask for another, once its maker can be reached")
-    if ticket.not_after and datetime.now().timestamp() > ticket.not_after:
-        raise CommandError(f"this ticket was good until {_when(ticket.not_after)}: ask the one who sent it for another")
     return ticket
+
+
+def require_good(ticket: Ticket, state_dir: Path) -> None:
+    """Refuse a ticket whose time is over, unless the directory's peer has its pass already: a restart may repeat it."""
+    if not ticket.not_after or datetime.now().timestamp() <= ticket.not_after:
+        return
+    try:
+        shown = PassFiles(state_dir).shown(ticket.run)
+    except StateError as error:
+        raise CommandError(str(error)) from None
+    if shown is None:
+        raise CommandError(f"this ticket was good until {_when(ticket.not_after)}: ask the one who sent it for another")
 
 
 def require_alone(config: PeerConfig) -> None:

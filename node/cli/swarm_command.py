@@ -43,7 +43,11 @@ _SAMPLE_BYTES = 4096
 _LISTEN = "/ip4/127.0.0.1/tcp/0"
 # Variables of the user that would lead a peer into another swarm. An empty one counts as not set.
 _ENVIRONMENT = dict.fromkeys(
-    ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_STAGE", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
+    (
+        *("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_STAGE", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"),
+        "STARLING_TICKET",
+    ),
+    "",
 )
 
 

@@ -12,10 +12,12 @@ import pytest
 
 from node.cli import private_runs
 from node.cli.app import main
-from node.cli.private_runs import given_ticket
-from node.membership.invitations import Ticket
+from node.cli.private_runs import given_ticket, require_good
+from node.cli.remote import CommandError
+from node.membership.invitations import Ticket, read_ticket
 from node.runtime.identity import peer_id_of
-from tests.node.membership.test_admission import ANNA, RUN
+from node.storage.pass_files import PassFiles
+from tests.node.membership.test_admission import ANNA, FOUNDER, RUN, chain
 
 AT = f"/ip4/203.0.113.5/tcp/4001/p2p/{peer_id_of(ANNA.public)}"
 SEED = bytes(range(32))
@@ -55,6 +57,15 @@ def test_unusable_ticket_gives_one_line_and_begins_nothing(
     said = capsys.readouterr().err
     assert said.startswith(f"starling: {line}") and said.count("\n") == 1
     assert not state.exists() or not any(state.iterdir())
+
+
+def test_restart_may_repeat_a_ticket_that_was_redeemed(tmp_path: Path) -> None:
+    """As that of a container, whose variable stays."""
+    ticket = read_ticket(EXPIRED)
+    with pytest.raises(CommandError, match="was good until"):
+        require_good(ticket, tmp_path)
+    PassFiles(tmp_path).keep_pass(chain(FOUNDER, ANNA))
+    require_good(ticket, tmp_path)
 
 
 def test_ticket_beside_addresses_in_variables_is_refused(
