@@ -48,8 +48,9 @@ RUN_SCOPE = "run"
 """The scope of a whole model: which parameters a chain of rounds is about. A run without stages has no other scope."""
 
 
-def stage_scope(stage: int) -> str:
-    return f"{RUN_SCOPE}/stage/{stage}"
+def stage_scope(stage: int, number: int = 0) -> str:
+    """Of a stage's rounds. `number` is that of its seat if the stage has begun again: its rounds are others then."""
+    return f"{RUN_SCOPE}/stage/{stage}" + (f"/{number}" if number else "")
 
 
 ALL = slice(None)

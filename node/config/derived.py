@@ -13,14 +13,15 @@ from node.config.run_config import RunConfig
 from node.config.sizes import megabytes
 from node.config.toml import ConfigError
 from node.machine.rules import MachineRules, WeeklyHours
+from node.membership.hello import StageSeat
 from node.ranks.division import RanksError, units
 from node.runtime.metrics import workers_here
 from node.tasks.hf.settings import HfMachine, HfSettings, HfValues, ModelPins
 from node.tasks.name import LOOP
 from node.tasks.spec import GptValues, LoopValues, OwnValues, PacedValues, StageValues, Values, WorkerSpec
 from protocols.allreduce.plan import cost_seconds, least_claim
-from protocols.base import Member, Settings
-from protocols.history.chain import Archive, Chain
+from protocols.base import Member, Settings, stage_scope
+from protocols.history.chain import Archive, Chain, state_root
 from protocols.vectors.codec import codec
 from protocols.vectors.views import fragment_sizes
 from protocols.wire import MAX_ROSTER
@@ -216,11 +217,19 @@ def protocol_settings(
     )
 
 
-def chain_of(manifest: Manifest, stage: int, first: Member, archive: Archive) -> Chain:
-    """The rounds of a run, or of its stage, which `first` began, as far as the archive has them."""
-    run, root = bytes.fromhex(manifest.run_id), manifest.root_of(stage)
-    fragments = manifest.config.recipe.fragment_count
-    return Chain(run, manifest.scope(stage), (first,), root, archive, fragments=fragments)
+def chain_of(manifest: Manifest, seat: StageSeat | None, archive: Archive) -> Chain:
+    """The rounds of a run, or of the stage of a seat, as far as the archive has them."""
+    run, stage = bytes.fromhex(manifest.run_id), seat.stage if seat else 0
+    first, scope, root, trained = manifest.founder, manifest.scope(stage), manifest.root_of(stage), 0
+    if seat:
+        first = seat.member
+    for base in seat.base if seat else ():
+        assert seat
+        scope, trained = stage_scope(stage, seat.number), base.trained
+        root = state_root(base.parameters_root, base.velocity_root, 0)
+    chain = Chain(run, scope, (first,), root, archive, fragments=manifest.config.recipe.fragment_count)
+    chain.trained_before = trained
+    return chain
 
 
 def _averaged_elements(manifest: Manifest, stage: int) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], di
     """
     manifest = run.manifest
     if manifest.stages is None:
-        downloads = [_Download(host, run, stage=0, first=manifest.founder, peers=peers, directory=directory)]
+        downloads = [_Download(host, run, peers=peers, directory=directory)]
     else:
         search = _StageSearch(host, manifest)
         await search.run(peers)
@@ -103,8 +103,6 @@ async def fetch_state(host: Host, run: FetchableRun, peers: Sequence[PeerId], di
             _Download(
                 host,
                 run,
-                stage=stage,
-                first=seat.member,
                 peers=search.found[stage],
                 directory=directory / f"stage-{stage}",
                 seat=seat,
@@ -145,8 +143,6 @@ class _Download(StateDownload):
         host: Host,
         run: FetchableRun,
         *,
-        stage: int,
-        first: Member,
         peers: Sequence[PeerId],
         directory: Path,
         seat: StageSeat | None = None,
@@ -155,10 +151,8 @@ class _Download(StateDownload):
         write_atomically(directory / "manifest.bin", run.sealed)
         if seat:
             write_atomically(directory / STAGE, seat_to_bytes(seat))
-        layout = run.layouts[stage]
-        super().__init__(
-            host, run.manifest, layout=layout, stage=stage, first=first, peers=lambda: peers, directory=directory
-        )
+        layout = run.layouts[seat.stage if seat else 0]
+        super().__init__(host, run.manifest, layout=layout, seat=seat, peers=lambda: peers, directory=directory)
 
     async def fetch(self, head: Head | None = None) -> Snapshot:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,11 +17,12 @@ import torch
 
 from node.config.manifest import Manifest, ManifestError, layout_digest, unseal
 from node.membership.hello import MAX_RUN_BYTES
+from node.membership.seats import seat_of
 from node.runtime.identity import verify
 from node.storage.certificate_log import stored
 from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newest
 from node.storage.journal import tail
-from node.storage.statedir import StateError, home_of, read_stage
+from node.storage.statedir import STAGE, StateError, home_of, read_stage
 from node.tasks.extra import named_tensors
 from node.tasks.hf.settings import ModelError
 from protocols import wire
@@ -206,13 +208,22 @@ def trained_rounds(directory: Path, checkpoint: Checkpoint) -> int:
 
     If the chain in the directory does not lead to the checkpoint, or cannot be read, all rounds count.
     """
-    idle, lineage = 0, b""
+    idle, lineage, home = 0, b"", home_of(directory)
+    rounds = _rounds_before(home) + checkpoint.round
     try:
-        for encoded in islice(stored(home_of(directory) / "certificates.bin"), checkpoint.round):
+        for encoded in islice(stored(home / "certificates.bin"), checkpoint.round):
             certificate = wire.expect(wire.decode(encoded), Certificate)
             record = records.decode(certificate.record)
             idle += record.idle
             lineage = records.lineage(certificate.record)
     except (OSError, BadPayload, ValueError):
-        return checkpoint.round
-    return checkpoint.round - idle if lineage == checkpoint.lineage else checkpoint.round
+        return rounds
+    return rounds - idle if lineage == checkpoint.lineage else rounds
+
+
+def _rounds_before(home: Path) -> int:
+    """Training rounds that count as done where the chain of a directory begins: its stage may have begun again."""
+    with suppress(OSError):
+        seat = seat_of((home / STAGE).read_bytes())
+        return sum(base.trained for base in seat.base) if seat else 0
+    return 0

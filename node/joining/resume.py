@@ -176,8 +176,7 @@ def _cut(
     if state.certificates.exists():
         shutil.copyfile(state.certificates, copy)
     archive = CertificateLog(copy, str(state.certificates))
-    stage, first = (seat.stage, seat.member) if seat else (0, manifest.founder)
-    chain = chain_of(manifest, stage, first, archive)
+    chain = chain_of(manifest, seat, archive)
     unused = [each for each in found if not is_of(chain, each)]
     what = f"none of the checkpoints in {state.home / DIRECTORY} can be used"
     if unused:

@@ -17,6 +17,7 @@ from node.config.derived import chain_of, protocol_settings
 from node.config.manifest import Manifest
 from node.config.peer_config import PeerConfig
 from node.joining.resume import is_of
+from node.membership.hello import StageSeat
 from node.storage.buffers import outer_buffer
 from node.storage.certificate_log import CertificateLog
 from node.storage.checkpoint import (
@@ -35,8 +36,9 @@ from node.tasks.gpt import Gpt
 from node.tasks.gpt_stage import GptStage
 from node.tasks.paced import Paced
 from protocols.aio import loop_time
-from protocols.base import Deadline, Handler, Head, Host, Layout, Member, PeerId, Stream, Transport
+from protocols.base import Deadline, Handler, Head, Host, Layout, PeerId, Stream, Transport
 from protocols.blobs.parts import PartCache
+from protocols.history.round_log import ListArchive
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshot, SnapshotBuffer, Snapshots
 
@@ -59,16 +61,16 @@ def built_in_layout(manifest: Manifest, stage: int) -> Layout:
     return Paced(elements, config.seed, resume=True).layout
 
 
-def kept_rounds(manifest: Manifest, stage: int, first: Member, directory: Path) -> int | None:
-    """Number of rounds that trained the newest whole state in a stage's directory; None if there is none. Blocks.
+def kept_state(manifest: Manifest, seat: StageSeat, directory: Path) -> tuple[int, Checkpoint] | None:
+    """The newest whole state in a stage's directory, after the number of rounds that trained it, else None.
 
-    Raises OSError, CheckpointError.
+    Blocks. Raises OSError, CheckpointError.
     """
     if not (directory / DIRECTORY).exists():
         return None
-    chain = chain_of(manifest, stage, first, CertificateLog(directory / "certificates.bin"))
+    chain = chain_of(manifest, seat, CertificateLog(directory / "certificates.bin"))
     found = (each for each in whole(directory, log.warning, manifest.run_id) if is_of(chain, each))
-    return next((chain.trained_at(each.lineage) for each in found), None)
+    return next(((chain.trained_at(each.lineage), each) for each in found), None)
 
 
 def clear(home: Path, kept: str = "", *, also_whole: bool = True) -> None:
@@ -79,6 +81,38 @@ def clear(home: Path, kept: str = "", *, also_whole: bool = True) -> None:
     for path in places(home, drafts=True) + (places(home) if also_whole else []):
         if path.name.removeprefix(".") != kept and not (path / INNER).exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def begin_again(manifest: Manifest, seat: StageSeat, backup: Checkpoint, home: Path, data: DataCursor) -> None:
+    """Make a backup the state from which the stage of a seat with a base begins again, in its directory. Blocks.
+
+    Raises OSError.
+    """
+    before, start = backup.snapshot(), chain_of(manifest, seat, ListArchive()).head.key
+    draft = home / DIRECTORY / f".{name_of(start.round, start.lineage)}"
+    draft.mkdir(mode=0o700, parents=True, exist_ok=True)
+    buffer = outer_buffer(draft / OUTER, backup.layout.sizes(), start.round, start.lineage)
+    snapshot = Snapshot(start.lineage, start.round, before.index, buffer)
+    for chunk in range(len(before.index.digests)):
+        snapshot.put(chunk, before.chunk(chunk))
+    _publish(draft, snapshot, manifest.run_id, backup.layout, data)
+
+
+def _publish(draft: Path, snapshot: Snapshot, run: str, layout: Layout, data: DataCursor) -> None:
+    """Make a whole state in a hidden directory a checkpoint, without the state of an inner optimiser."""
+    made = Checkpoint(
+        path=draft,
+        run=run,
+        round=snapshot.round,
+        lineage=snapshot.lineage,
+        state_root=snapshot.index.state_root(snapshot.round),
+        layout=layout,
+        index=snapshot.index,
+        data=data,
+        carried=0,
+        files={},
+    )
+    publish_checkpoint(made, inner=False)
 
 
 class _Asking:
@@ -95,7 +129,7 @@ class _Asking:
 
 
 class StateDownload:
-    """The chain and the state of a stage, or of a run without stages. `first` is alone in the roster before round 0."""
+    """The chain and the state of the stage of a seat, or of a run without stages."""
 
     def __init__(
         self,
@@ -103,8 +137,7 @@ class StateDownload:
         manifest: Manifest,
         *,
         layout: Layout,
-        stage: int,
-        first: Member,
+        seat: StageSeat | None,
         peers: Callable[[], Sequence[PeerId]],
         directory: Path,
         data: DataCursor = _NO_DATA,
@@ -116,11 +149,11 @@ class StateDownload:
         host = replace(host, transport=_Asking(host.transport))
         archive = CertificateLog(directory / "certificates.bin")
         self.directory, self._run, self._layout, self._data = directory, manifest.run_id, layout, data
-        self.name = f"run {manifest.run_id[:12]}" + (f", stage {stage}" if manifest.stages else "")
-        self._archive, self._chain = archive, chain_of(manifest, stage, first, archive)
+        self.name = f"run {manifest.run_id[:12]}" + (f", stage {seat.stage}" if seat else "")
+        self._archive, self._chain = archive, chain_of(manifest, seat, archive)
         self._sync = ChainSync(
             host,
-            protocol_settings(manifest, PeerConfig(), data.incarnation, stage),
+            protocol_settings(manifest, PeerConfig(), data.incarnation, seat.stage if seat else 0),
             chain=self._chain,
             snapshots=Snapshots(make_buffer=self._draft),
             part_cache=PartCache(host),
@@ -148,19 +181,7 @@ class StateDownload:
         if draft.with_name(draft.name.removeprefix(".")).exists():  # an earlier incarnation has had this state
             return shutil.rmtree(draft)
         self._archive.sync()
-        made = Checkpoint(
-            path=draft,
-            run=self._run,
-            round=snapshot.round,
-            lineage=snapshot.lineage,
-            state_root=snapshot.index.state_root(snapshot.round),
-            layout=self._layout,
-            index=snapshot.index,
-            data=self._data,
-            carried=0,
-            files={},
-        )
-        publish_checkpoint(made, inner=False)
+        _publish(draft, snapshot, self._run, self._layout, self._data)
 
     def clear(self, kept: Head, *, also_whole: bool = False) -> None:
         """Delete what other downloads left unfinished, and their whole states if wished. Blocks."""

@@ -98,7 +98,8 @@ class HandshakeProtocol:
         stage, wall, round_number = self._local.stage, self._clock.wall(), self._local.round()
         rounds, rate, placement = (stage.rounds, stage.rate, (stage.placement,)) if stage else (0, 0.0, ())
         idle = self.activity.value
-        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, idle, placement)
+        seats = stage.seats.shown() if stage else ()
+        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, idle, placement, seats)
 
     def _take(self, contact: PeerRecord, pulse: Heartbeat) -> None:
         stages = self._local.stage.seats.stages if self._local.stage else 0
@@ -107,6 +108,8 @@ class HandshakeProtocol:
         for placement in pulse.placement:
             if STAYS != placement.moving >= stages or placement.holds >> stages:
                 raise BadPayload(f"moves to a stage, or has a backup of one, that is none of the run's {stages}")
+            if len(placement.held) != placement.holds.bit_count():
+                raise BadPayload(f"has {placement.holds.bit_count()} backups, and says {len(placement.held)} ages")
         contact.hear(pulse, asyncio.get_running_loop().time())
         self._on_heard(contact)
 

@@ -24,11 +24,12 @@ from protocols.wire import (
     uint,
 )
 
-HELLO = "starling/hello/6"
+HELLO = "starling/hello/7"
 BOOTSTRAP_METHOD = "starling/entry/1"
 PASS_METHOD = "starling/pass/1"  # the only one that a private run serves to strangers
+SEAT_METHOD = "starling/seat/1"
 
-VERSION = 6
+VERSION = 7
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
 ANY_STAGE = MAX_STAGES  # in `WantStage`: the joiner leaves the choice to the others
@@ -47,6 +48,9 @@ MAX_SUMMARY_BYTES = 1 << 13
 MAX_WALL_SECONDS = 1e11
 MAX_RATE = 1e9
 MAX_SEATS = 1 << 20
+MAX_ELECTORS = 31
+MAX_ENDORSEMENTS = 20  # more than their majority: not each peer knows all of them
+SHOWN_BYTES = 8
 MAX_PROBED_PORTS = 4
 MAX_PROBE_SECONDS = 60.0
 
@@ -55,6 +59,27 @@ MAX_PROBE_SECONDS = 60.0
 class PeerAddress:
     peer: str = peer_id()
     addresses: tuple[str, ...] = list_of(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
+
+
+@dataclass(frozen=True, slots=True)
+class SeatBase:
+    """The state from which a stage begins again after all its members were lost: a backup.
+
+    The outer state has the same roots before and after; only the number of its round changes to 0.
+    """
+
+    trained: int = uint(1 << 40)  # training rounds of the run when it begins again
+    base_trained: int = uint(1 << 40)  # those that have trained the state; the difference is lost
+    parameters_root: bytes = digest()
+    velocity_root: bytes = digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Endorsement:
+    """A peer's signature of a seat with a base: it has seen no member of the stage for long."""
+
+    peer: str = peer_id()
+    signature: bytes = blob(128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +92,8 @@ class StageSeat:
     by: bytes = blob(32)  # digest of the signer's own seat (`node.joining.seats`); empty if the run's founder signs
     signature: bytes = blob(128)
     used: bytes = blob(128)  # the member's signature once its stage has decided a round; empty until then
+    base: tuple[SeatBase, ...] = optional(one(SeatBase), 1)  # of a stage that begins again; its member signs the seat
+    endorsed: tuple[Endorsement, ...] = optional(one(Endorsement), MAX_ENDORSEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +153,15 @@ class Placement:
     moving: int = uint(STAYS)  # the stage that it will move to
     holds: int = uint((1 << MAX_STAGES) - 1)  # bit k: it has a backup of stage k
     arrived: int = uint(1 << 40)  # training rounds of the run when it moved to its stage; 0: it has not moved
+    held: tuple[int, ...] = optional(uint(1 << 40), MAX_STAGES)  # rounds in each backup of `holds`, lowest stage first
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSeat:
+    """A seat with a base that counts for the sender."""
+
+    stage: int = uint(MAX_STAGES - 1)
+    digest: bytes = blob(SHOWN_BYTES)  # the first bytes
 
 
 UNPLACED = Placement(False, STAYS, 0, 0)
@@ -144,6 +180,7 @@ class Heartbeat(Header):
     rate: float = real(0, MAX_RATE)  # microbatches/s that the sender can compute for its stage; 0: not known
     idle: int = uint(2)  # `node.outer.activity.Activity`
     placement: tuple[Placement, ...] = optional(one(Placement), 1)  # empty in a run without stages
+    seats: tuple[ShownSeat, ...] = optional(one(ShownSeat), MAX_STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +245,28 @@ class StageRejected(Header):
     why: str = text(200)
 
 
+@dataclass(frozen=True, slots=True)
+class ReseatRequest(Header):
+    """Asks the receiver to endorse a seat for the sender, in a stage that has lost all its members.
+
+    Answered with `Endorsed` or `ReseatRefused`.
+    """
+
+    run: bytes = digest()
+    seat: StageSeat = one(StageSeat)
+
+
+@dataclass(frozen=True, slots=True)
+class Endorsed(Header):
+    signature: bytes = blob(128)
+
+
+@dataclass(frozen=True, slots=True)
+class ReseatRefused(Header):
+    why: str = text(200)
+    number: int = uint(MAX_SEATS)  # the highest of a seat in that stage that the sender knows or has endorsed
+
+
 class PortResult(StrEnum):
     """What a dial of a port has shown."""
 
@@ -254,4 +313,5 @@ MESSAGES: tuple[type[Header], ...] = (
 register(48, MESSAGES)
 register(63, (WantSummary,))
 register(188, (WantStage, WantStageBefore, StageReply, StageRejected))
+register(193, (ReseatRequest, Endorsed, ReseatRefused))
 register(200, (ProbePorts, PortsProbed))

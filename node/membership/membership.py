@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from statistics import median
@@ -195,17 +195,18 @@ class Membership:
         self._local.stage.rate = rate
 
     def announce_placement(
-        self, *, moving: int | None = None, holds: int | None = None, arrived: int | None = None
+        self, *, moving: int | None = None, held: Mapping[int, int] | None = None, arrived: int | None = None
     ) -> None:
-        """Tell others at once to which stage this peer moves (`STAYS`: none), of which ones it has backups, or in which
-        round it has moved. What is None stays as it was.
+        """Tell others at once to which stage this peer moves (`STAYS`: none), which backups it has (stage -> rounds in
+        it), or in which round it has moved. What is None stays as it was.
         """
         assert self._local.stage is not None
         before = self._local.stage.placement
         self._local.stage.placement = replace(
             before,
             moving=before.moving if moving is None else moving,
-            holds=before.holds if holds is None else holds,
+            holds=before.holds if held is None else sum(1 << stage for stage in held),
+            held=before.held if held is None else tuple(rounds for _, rounds in sorted(held.items())),
             arrived=before.arrived if arrived is None else arrived,
         )
         self._hurry()
@@ -365,7 +366,7 @@ class Membership:
         contact.failures, contact.handshake_at = 0, now
         contact.stale = contact.cut = False
         self._set_live(contact, True)
-        self._drop_unseated()
+        self.drop_unseated()
         for each in welcome.known:  # only now: a live peer is not forgotten in favour of those that it introduces
             if each.peer not in self._contacts:
                 self.add_candidate(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], introduced_by=contact.peer)
@@ -376,7 +377,9 @@ class Membership:
         """
         if self._local.stage:
             self._local.stage.seats.add(refusal.seats)
-            self._drop_unseated()
+            self.drop_unseated()
+            if (contact := self._contacts.get(peer)) and refusal.seats:
+                contact.refusal = refusal.seats[0], asyncio.get_running_loop().time()
         for other in refusal.other:
             if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")
@@ -401,7 +404,7 @@ class Membership:
         if contact.hello and contact.is_older(hello):
             return await stream.send(HelloRejected("another incarnation of it is known", (contact.hello,)))
         self._meet(contact, hello)
-        self._drop_unseated()
+        self.drop_unseated()
         await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()
         await self._handshake.echo(contact, hello, stream)
@@ -422,7 +425,7 @@ class Membership:
             contact.said = replace(contact.said, leaving=False)
             contact.answered_at = -math.inf
 
-    def _drop_unseated(self) -> None:
+    def drop_unseated(self) -> None:
         """Drop contacts whose stage has another first member by now. If they greet again, they are told of it."""
         if self._local.stage is None:
             return

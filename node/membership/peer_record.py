@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from node.membership.failure_detector import FailureDetector
-from node.membership.hello import STAYS, UNPLACED, Heartbeat, Hello, Placement, sound
+from node.membership.hello import STAYS, UNPLACED, Heartbeat, Hello, Placement, StageSeat, sound
 from node.outer.activity import Activity
 from protocols.base import Member, PeerId
 
@@ -42,6 +42,7 @@ class PeerRecord:
     answered_at: float = -math.inf  # when this peer sent that heartbeat
     offset_seconds: float = 0.0  # its wall clock minus this peer's
     round_trip_seconds: float = 0.0
+    refusal: tuple[StageSeat, float] | None = None  # the seat for which it has refused this peer, and when
     introduced_by: PeerId = ""
     failures: int = 0  # attempts in a row that did not make it live
     breaks: int = 0  # streams in a row that broke soon after a handshake
@@ -73,6 +74,12 @@ class PeerRecord:
     @property
     def placement(self) -> Placement:
         return self.said.placement[0] if self.said.placement else UNPLACED
+
+    @property
+    def backups(self) -> dict[int, int]:
+        """Stage -> training rounds in its backup, as the peer says."""
+        stages = [stage for stage in range(self.placement.holds.bit_length()) if self.placement.holds >> stage & 1]
+        return dict(zip(stages, self.placement.held, strict=True))
 
     @property
     def moving(self) -> int | None:

@@ -90,6 +90,8 @@ class RoundReport:
     fragment: int = 0  # of the parameters, that the round averaged; always 0 without `recipe.fragments`
     seconds_overlap: float = 0.0  # the part of `seconds_train` in which the round averaged
     tokens_overlap: int = 0  # the part of `tokens` that was trained then, for the next round
+    # With stages: those that lost all their members, and began again from a backup -> training rounds lost by that.
+    refilled: dict[str, int] = field(default_factory=dict)
     microbatches: int = 0  # with stages: counted at this peer since the previous report
     abandoned: dict[str, int] = field(default_factory=dict)  # of a driver: why microbatches were abandoned -> how many
     # Butterfly: the part of `seconds_average` and `seconds_overlap` in which data moved to or from this peer, at over

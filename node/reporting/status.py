@@ -28,7 +28,7 @@ STATES = (
     *("waiting", "paused", "moving", "leaving", "finished"),
 )
 _LATER = frozenset(
-    {"version", "device", "move", "backups", "private"}
+    {"version", "device", "move", "backups", "lost", "private"}
 )  # Fields of a status that a peer of an earlier version leaves out
 
 T = TypeVar("T")
@@ -100,6 +100,7 @@ class Status:
     device: str = ""  # on which its worker trains; empty if not known yet
     private: bool = False  # only the invited may take part in its run
     move: str = ""  # with stages: its latest move to another, under way, done, or given up and why; empty without one
+    lost: str = ""  # with stages: which ones have lost all their members, or began again, and without which rounds
     backups: str = ""  # with stages: how many peers have a backup of its stage, and which ones it has of others
 
 

@@ -83,7 +83,7 @@ async def open_session(
     """
     build = SessionBuilder(peer, manifest, start, worker)
     past = await peer.disk.run(build.journal.recent, 0)  # what earlier incarnations of this peer reported
-    has_begun = build.has_begun(past)
+    has_begun = build.has_begun(past, is_again=bool(entrance and entrance.seat.base))
     stage = local_stage(peer, entrance, start.chain.trained, has_begun) if entrance else None
     membership = build.membership(stage, unanswered, on_fatal)
     async with (
@@ -120,7 +120,7 @@ async def open_session(
         async with task_group() as group:
             helpers = [group.create_task(each) for each in beside]
             yield session
-            peer.tracker.mover = peer.tracker.backups = None
+            peer.tracker.mover = peer.tracker.backups = peer.tracker.refill = None
             for each in helpers:
                 each.cancel()
 
@@ -141,14 +141,14 @@ class SessionBuilder:
         vectors, elements = codec(self._run.codec), sum(worker.layout.sizes())
         self._not_sent = feedback(vectors, elements, peer.compute, extra_elements(worker.layout))
 
-    def has_begun(self, past: Sequence[RoundReport]) -> Callable[[], bool]:
-        """Whether a mean was decided at this peer, which has reported the `past` rounds.
+    def has_begun(self, past: Sequence[RoundReport], is_again: bool = False) -> Callable[[], bool]:
+        """Whether a mean was decided at this peer, which has reported the `past` rounds, or its stage began again.
 
         A first member whose stage was given to another peer meanwhile may still fork and skip rounds by itself.
         """
         # not by the chain alone, which a restart cuts back to the last checkpoint
         chain = self._start.chain
-        decided = any(each.outcome in DECIDED and each.peers for each in past)
+        decided = is_again or any(each.outcome in DECIDED and each.peers for each in past)
         unmoved = genesis(self._key.run, self._key.scope)
         return lambda: decided or chain.head.anchor != unmoved
 

@@ -119,7 +119,7 @@ class Peer:
             self._main.cancel()
 
     def _ask_again(self, why: str) -> None:
-        self._say(f"{why}: asking for a stage again; nothing was trained yet")
+        self._say(f"{why}: asking for a stage again")
         self._asks_again = True
         if self._main:
             self._main.cancel()
@@ -162,10 +162,11 @@ class Peer:
         held = None if self._config.new else read_manifest(self._state.path)
         private.prepare(self._ticket, held, wanted is not None and wanted.admission is not None)
 
-    async def _train(self, enter: Callable[[AsyncExitStack], Awaitable[Entered]]) -> tuple[RunInfo, int, bool] | None:
+    async def _train(self, enter: Callable[[AsyncExitStack], Awaitable[Entered]]) -> tuple[RunInfo, str, bool] | None:
         """Enter the run and train in it, as one incarnation.
 
-        Returns the run, the stage that this peer has left, and whether it was pinned there, if it moves to another one.
+        If this peer moves to another stage, returns the run, the directory of the stage that it has left, and whether
+        it was pinned there.
         """
         processes, selector = self._processes, self._selector
         async with processes.transport.scope(), AsyncExitStack() as stack:
@@ -192,11 +193,11 @@ class Peer:
             return None
         processes.rounds_done += session.done
         self._session = None  # from here on, who asks this peer to finish ends it at once
-        was_pinned = self._state.is_pinned
-        switch = partial(self._state.switch_stage, session.moves_to, pinned=session.moves_by_hand)
-        await processes.disk.run(switch, 0)
+        former, was_pinned = self._state.home.name, self._state.is_pinned
+        name = entrance.prepared[session.moves_to]
+        await processes.disk.run(partial(self._state.switch_stage, name, pinned=session.moves_by_hand), 0)
         await processes.begin_again()
-        return info, entrance.seat.stage, was_pinned
+        return info, former, was_pinned
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +237,7 @@ class Peer:
             raise
         return manifest, run, start, worker, entrance
 
-    async def _arrive(self, run: RunInfo, former: int, was_pinned: bool, stack: AsyncExitStack) -> Entered:
+    async def _arrive(self, run: RunInfo, former: str, was_pinned: bool, stack: AsyncExitStack) -> Entered:
         """Enter another stage of the same run, or the former one again if this machine cannot train the other."""
         target = read_stage(self._state.path)
         try:
@@ -248,7 +249,7 @@ class Peer:
             entered = await self._join_run(run, stack)
         else:
             self._processes.has_moved = True
-            self._tracker.moved = f"moved from stage {former} to stage {target}"
+            self._tracker.moved = f"moved from stage {former.partition('-')[0]} to stage {target}"
         self._say(self._tracker.moved)
         return entered
 

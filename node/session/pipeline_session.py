@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -58,10 +58,13 @@ class PipelineSession:
         membership: Membership,
         chain: Chain,
         is_leaving: Callable[[], bool],
+        refilled: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
+        """`refilled` returns the rounds that were lost in each stage that has begun again."""
         assert manifest.stages
         self._remote, self._manifest, self._me, self.stage = remote, manifest, me, stage
         self._membership, self._chain, self._is_leaving = membership, chain, is_leaving
+        self._refilled = refilled
         self._live, self._stages = host.members.live, len(manifest.stages)
         # what the averaging and the sync of the stage use
         self.host = replace(host, members=StageMembers(host.members, membership, stage, me))
@@ -231,6 +234,7 @@ class PipelineSession:
             seconds_compute=seconds,
             microbatches=counted,
             abandoned=abandoned,
+            refilled={str(stage): rounds for stage, rounds in self._refilled().items()},
             blamed={**report.blamed, **{blame.peer: blame.why for blame in blamed}},
             bytes_sent=report.bytes_sent + sent,
             bytes_received=report.bytes_received + received,

@@ -7,7 +7,7 @@ in `stages/<k>/`. Which peers have one follows from who is live (`protocols.pipe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from node.storage.statedir import StateError
@@ -34,24 +34,26 @@ class StageBackups:
         sizes: Sequence[int],
         limit_bytes: float,
         view: Callable[[], Placements],
+        seat: Callable[[int], Hashable],
         find: Callable[[int], Awaitable[int | None]],
         fetch: Callable[[int, int], Awaitable[int]],
         drop: Callable[[int], Awaitable[None]],
-        announce: Callable[[int], None],
+        announce: Callable[[Mapping[int, int]], None],
         say: Callable[[str], None],
     ) -> None:
-        """`sizes` are the bytes of each stage's backup; `view` is what this peer sees now.
+        """`sizes` are the bytes of each stage's backup; `view` is what this peer sees now. `seat` identifies the seat
+        of a stage that counts, whose state is to be held.
 
         `find` returns the training rounds in what is on the disk of a stage, None if there is nothing. `fetch`
         downloads a stage's newest state, if more rounds than the given number have trained it, and returns its rounds;
-        it raises StateUnavailable, StateError. `drop` deletes a backup. `announce` takes the stages that are held, as
-        bits.
+        it raises StateUnavailable, StateError. `drop` deletes a backup. `announce` takes what is held.
         """
         self.held: dict[int, int] = {}
         self._me, self._stage, self._sizes, self._limit_bytes = me, stage, sizes, limit_bytes
-        self._view, self._find, self._fetch, self._drop = view, find, fetch, drop
+        self._view, self._seat, self._find, self._fetch, self._drop = view, seat, find, fetch, drop
         self._announce, self._say = announce, say
         self._uncovered_since: dict[int, float] = {}  # since when too few peers before this one hold a stage
+        self._found: dict[int, Hashable] = {}  # the seats whose state was looked for on the disk
         self._tried: dict[int, tuple[int, float]] = {}  # round and time of the latest download
         self._lacking_since: float | None = None
         self._said: set[str] = set()
@@ -69,10 +71,6 @@ class StageBackups:
     async def run(self) -> None:
         """Keep the backups for ever."""
         others = [stage for stage in range(len(self._sizes)) if stage != self._stage]
-        for stage in others:
-            if (rounds := await self._find(stage)) is not None:
-                self.held[stage] = rounds
-        self._tell()
         while True:
             for stage in others:
                 await self._look(stage)
@@ -80,11 +78,17 @@ class StageBackups:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _tell(self) -> None:
-        self._announce(sum(1 << stage for stage in self.held))
+        self._announce(self.held)
 
     async def _look(self, stage: int) -> None:
         from protocols.pipeline.backups import ahead, fits, is_covered, is_due, is_old
 
+        if (seat := self._seat(stage)) != self._found.get(stage):
+            self._found[stage] = seat
+            rounds = await self._find(stage)
+            self.held = {key: value for key, value in self.held.items() if key != stage}
+            self.held |= {} if rounds is None else {stage: rounds}
+            self._tell()
         view, now = self._view(), loop_time()
         if (before := ahead(view, stage, self._me)) is None:
             return

@@ -13,14 +13,15 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from node.config.derived import stream_seed
 from node.config.manifest import Manifest, ManifestError
 from node.joining.stages import ask_stage
-from node.joining.state_download import StateDownload, built_in_layout, clear, kept_rounds
-from node.membership.hello import ANY_STAGE, VERSION, StageRejected, StageReply, StageSeat, WantStage
+from node.joining.state_download import StateDownload, begin_again, built_in_layout, clear, kept_state
+from node.membership.hello import ANY_STAGE, VERSION, SeatBase, StageRejected, StageReply, StageSeat, WantStage
 from node.membership.seats import SeatLine, Seats, seat_of, seat_to_bytes, seats_of, seats_to_bytes
-from node.storage.checkpoint import DIRECTORY, CheckpointError, DataCursor
+from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, DataCursor
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Compute, Host, Layout, Member, PeerError, PeerId, Signer, Transport
@@ -33,6 +34,11 @@ PAUSE_SECONDS = 2.0
 LOOK_SECONDS = 2.0  # between two looks whether this peer has to ask for a stage again
 
 
+def home_name(seat: StageSeat) -> str:
+    """The directory of a stage, below `stages/`: another one each time that it begins again."""
+    return f"{seat.stage}-{seat.number}" if seat.base else str(seat.stage)
+
+
 class StageEntrance:
     """Finds this peer's stage in a run with stages: the `line` of its seat, once `found` or `enter` has returned."""
 
@@ -43,6 +49,7 @@ class StageEntrance:
         self._me, self._state, self._disk = state.identity.peer_id, state, disk
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)  # of each stage, whose directory is one
         self._layouts: dict[int, Layout] = {}
+        self.prepared: dict[int, str] = {}  # stage -> the name of the directory with which this peer may go there
 
     @property
     def seat(self) -> StageSeat:
@@ -57,7 +64,7 @@ class StageEntrance:
     async def _take(self, stage: int) -> None:
         self.line = self.seats.line(stage)
         await self.keep(self.seats.told())
-        await self._disk.run(partial(self._state.enter_stage, stage, seat_to_bytes(self.seat)), 0)
+        await self._disk.run(partial(self._state.enter_stage, home_name(self.seat), seat_to_bytes(self.seat)), 0)
 
     async def keep(self, seats: Iterable[StageSeat]) -> None:
         """Write the known seats to the disk."""
@@ -95,7 +102,8 @@ class StageEntrance:
         async with self._turns[stage]:
             seat, following = self.seats.known[stage], replace(me, incarnation=me.incarnation + 1)
             await self.keep(self.seats.told())
-            home = await self._disk.run(partial(self._state.prepare_stage, stage, seat_to_bytes(seat)), 0)
+            home = await self._disk.run(partial(self._state.prepare_stage, home_name(seat), seat_to_bytes(seat)), 0)
+            self.prepared[stage] = home.name
             if stage not in self._layouts:
                 self._layouts[stage] = await host.compute.run(partial(built_in_layout, self._manifest, stage), 1 << 30)
             data = DataCursor(stream_seed(following), following.incarnation, 0)
@@ -104,8 +112,7 @@ class StageEntrance:
                     host,
                     self._manifest,
                     layout=self._layouts[stage],
-                    stage=stage,
-                    first=seat.member,
+                    seat=seat,
                     peers=peers,
                     directory=home,
                     data=data,
@@ -119,20 +126,67 @@ class StageEntrance:
         await self._disk.run(partial(download.publish, snapshot), 0)
 
     async def backed_up(self, stage: int) -> int | None:
-        """Number of rounds that trained what the directory of another stage holds; None if it holds no state."""
+        """Number of rounds that trained what the directory of another stage holds; None if it holds no state.
+
+        Deletes what was downloaded of the stage before it began again.
+        """
         if (seat := self.seats.known.get(stage)) is None:
             return None
-        find = partial(kept_rounds, self._manifest, stage, seat.member, self._state.stage_home(stage))
+        await self.drop(stage, home_name(seat))
+        found = await self._backup(seat)
+        return found[0] if found else None
+
+    async def _backup(self, seat: StageSeat) -> tuple[int, Checkpoint] | None:
+        find = partial(kept_state, self._manifest, seat, self._state.stage_home(home_name(seat)))
         try:
             return await self._disk.run(find, 0)
         except (OSError, CheckpointError) as error:
-            log.warning("no backup of stage %d: %s", stage, error)
+            log.warning("no backup of stage %d: %s", seat.stage, error)
             return None
 
-    async def drop(self, stage: int) -> None:
-        """Delete the states of another stage that this peer has downloaded."""
+    async def drop(self, stage: int, kept: str = "") -> None:
+        """Delete the states of another stage that this peer has downloaded, but those in the directory of this name."""
+
+        def drop() -> None:
+            for home in self._state.stage_homes(stage):
+                if home.name != kept:
+                    clear(home / DIRECTORY)
+
         async with self._turns[stage]:
-            await self._disk.run(partial(clear, self._state.stage_home(stage) / DIRECTORY), 0)
+            await self._disk.run(drop, 0)
+
+    # -- a stage that begins again ------------------------------------------------------------------------------------
+
+    async def base(self, stage: int, trained: int) -> SeatBase | None:
+        """From where a lost stage would begin again, after this number of rounds of the run; None without a backup."""
+        found = await self._backup(self.seats.known[stage])
+        if found is None:
+            return None
+        index = found[1].index
+        return SeatBase(trained, min(found[0], trained), index.parameters_root, index.velocity_root)
+
+    async def begin_again(self, seat: StageSeat) -> None:
+        """Prepare the directory of this peer's own new seat, from its backup. Raises StateError.
+
+        When this returns, the seat counts here, and is on the disk.
+        """
+        async with self._turns[seat.stage]:
+            found = await self._backup(self.seats.known[seat.stage])
+            if found is None:
+                raise StateError(f"the backup of stage {seat.stage} cannot be read")
+            home = await self._disk.run(partial(self._state.prepare_stage, home_name(seat), seat_to_bytes(seat)), 0)
+            try:
+                await self._disk.run(partial(self._install, seat, found[1], home), 0)
+            except OSError as error:
+                raise StateError(f"cannot write {home} ({error.strerror or error}): free space there") from None
+            self.prepared[seat.stage] = home.name
+        self.seats.add([seat])
+        self.seats.let_count(seat)
+        await self.keep(self.seats.told())
+
+    def _install(self, seat: StageSeat, backup: Checkpoint, home: Path) -> None:
+        data = DataCursor(stream_seed(seat.member), seat.member.incarnation, 0)
+        begin_again(self._manifest, seat, backup, home, data)
 
     def kept(self, wanted: int | None) -> bool:
         """Take the stage of an earlier incarnation; False if this peer has none yet.
@@ -200,14 +254,14 @@ class StageEntrance:
     async def until_lost(self, has_begun: Callable[[], bool], needed: Callable[[], Collection[int]]) -> str:
         """Wait until this peer has to `leave` its stage and ask for one again; returns why.
 
-        `needed` are the stages whose seat may be given. Does not return once the run has begun.
+        `needed` are the stages whose seat may be given. Once the run has begun, only a stage that has begun again with
+        another seat is lost.
         """
-        while not has_begun():
-            if why := self._lost(needed()):
+        while True:
+            begun = has_begun()
+            if why := self._lost(() if begun else needed()):
                 return why
             await asyncio.sleep(LOOK_SECONDS)
-        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        return await never
 
     async def leave(self, peers: Mapping[PeerId, Sequence[str]]) -> None:
         """Forget this peer's stage, but not the addresses of these peers of the run, which are saved after rounds only.
@@ -220,9 +274,12 @@ class StageEntrance:
 
     def _lost(self, needed: Collection[int]) -> str:
         if not self.seats.counts(self.seat):
-            return f"another peer is the first of stage {self.seat.stage} by now"
+            stage = self.seat.stage
+            if self.seats.known[stage].base or self.seat.base:
+                return f"stage {stage} has begun again without this peer: what it had trained since the backup is lost"
+            return f"another peer is the first of stage {stage} by now, and nothing was trained yet"
         if needed and self.seat.member.peer != self._me:
-            return f"stage {min(needed)} needs a first member"
+            return f"stage {min(needed)} needs a first member, and nothing was trained yet"
         return ""
 
 

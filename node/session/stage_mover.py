@@ -66,6 +66,7 @@ class StageMover:
         self.target: int | None = None  # of the move under way
         self.phase = self.problem = ""
         self._still: Callable[[], bool] | None = None
+        self._refill: Callable[[int], Awaitable[None]] | None = None
         self._asked = asyncio.Event()
 
     # -- what is asked for --------------------------------------------------------------------------------------------
@@ -75,15 +76,27 @@ class StageMover:
 
         `still` is of a move that no user asked for: whether it is still worth while, now that others know of it.
         """
-        self._require(target)
-        if self.target is not None:
-            raise MoveRefused(f"a move to stage {self.target} is under way: wait for its end")
-        self.target, self.problem, self._still = target, "", still
+        self._begin(target)
+        self._still = still
         self.phase = f"the state of stage {target} is fetched; training continues meanwhile"
-        self._asked.set()
         return f"moving to stage {target}: its state is fetched first, and training continues meanwhile"
 
-    def _require(self, target: int) -> None:
+    def refill(self, target: int, prepare: Callable[[int], Awaitable[None]]) -> None:
+        """Begin a move to a stage that has lost all its members. Raises `MoveRefused`, which changes nothing.
+
+        Once another member of this peer's stage stays, `prepare` makes the new stage ready; it raises `MoveRefused`.
+        """
+        self._begin(target, prepare)
+        self.phase = f"stage {target} has lost all its members, and begins again here; training continues meanwhile"
+
+    def _begin(self, target: int, refill: Callable[[int], Awaitable[None]] | None = None) -> None:
+        self._require(target, is_lost=refill is not None)
+        if self.target is not None:
+            raise MoveRefused(f"a move to stage {self.target} is under way: wait for its end")
+        self.target, self.problem, self._still, self._refill = target, "", None, refill
+        self._asked.set()
+
+    def _require(self, target: int, is_lost: bool = False) -> None:
         """Raise `MoveRefused` if there is no such move now."""
         if not 0 <= target < self._seats.stages:
             raise MoveRefused(f"the run has the stages 0 to {self._seats.stages - 1}, and no stage {target}")
@@ -91,7 +104,8 @@ class StageMover:
             raise MoveRefused(f"this peer is in stage {target} already")
         if why := self._is_busy():
             raise MoveRefused(why)
-        if target not in self._seats.known or not any(each.stage == target for each in self._live()):
+        has_live = any(each.stage == target for each in self._live())
+        if not is_lost and (target not in self._seats.known or not has_live):
             raise MoveRefused(f"no peer of stage {target} is live, so its state cannot be fetched: wait for one")
         if not any(self._stays(each) for each in self._others()):
             raise MoveRefused(self._would_be_empty())
@@ -113,7 +127,7 @@ class StageMover:
     @property
     def is_by_hand(self) -> bool:
         """Whether a user asked for the move under way."""
-        return self._still is None
+        return self._still is None and self._refill is None
 
     # -- the move -----------------------------------------------------------------------------------------------------
 
@@ -139,6 +153,10 @@ class StageMover:
         if self._still:
             await asyncio.sleep(INTENT_SECONDS)
         self._require_gain()
+        if self._refill:
+            await self._confirmed(announced_at)
+            await self._refill(target)
+            return self._leave(target)
         await self._fetch(target)
         self.phase = f"its state is here; another member of stage {self._stage} has yet to say that it stays"
         await self._confirmed(announced_at)

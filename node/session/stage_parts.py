@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, cast
 
 from node.config.manifest import Manifest
 from node.joining.stages import StageAssigner, placements
 from node.membership.handshake import LocalStage
-from node.membership.hello import UNPLACED
+from node.membership.hello import UNPLACED, StageSeat
 from node.membership.membership import Membership
 from node.outer.outer_loop import OuterLoop
 from node.session.peer_session import PeerSession
@@ -17,6 +19,7 @@ from node.session.processes import PeerProcesses
 from node.session.stage_backups import StageBackups
 from node.session.stage_entrance import StageEntrance
 from node.session.stage_mover import MoveRefused, Rebalancer, StageMover
+from node.session.stage_refill import Promises, StageRefill
 from node.storage.statedir import StateError
 from node.training.remote import RemoteTrainer
 from protocols.base import Host, PeerId
@@ -76,6 +79,7 @@ class StageParts:
             membership=self._membership,
             chain=self._chain,
             is_leaving=is_leaving,
+            refilled=self._entrance.seats.lost_rounds,
         )
 
     def beside(
@@ -87,7 +91,8 @@ class StageParts:
         peer = self._peer
         mover = peer.tracker.mover = self._mover(session, loop)
         backups = peer.tracker.backups = self._backups(mover)
-        beside = [mover.run(), backups.run(), self._keep_stage(on_lost)]
+        refill = peer.tracker.refill = self._refill(mover, backups)
+        beside = [mover.run(), backups.run(), refill.run(), self._keep_stage(on_lost)]
         if rebalance:
             beside.append(Rebalancer(peer.me.peer, mover, view=self._view, say=peer.view.say).run())
         return beside
@@ -118,6 +123,13 @@ class StageParts:
     def _view(self) -> Placements:
         return placements(self._entrance.seats, self._membership, self._peer.me.peer, self._chain.trained, {})
 
+    def _clock(self) -> int:
+        """Training rounds of the run: those that have ended at the median driver; of this peer's stage without one."""
+        drivers = [each.said.rounds for each in self._membership.contacts() if each.here and each.stage == 0]
+        if self._entrance.seat.stage == 0 or not drivers:
+            drivers.append(self._chain.trained)
+        return median_low(drivers)
+
     async def _fetch(self, target: int) -> None:
         try:
             await self._entrance.fetch(target, self._everyone, self._peer.me, lambda: self._live_in(target))
@@ -129,6 +141,7 @@ class StageParts:
 
     def _backups(self, mover: StageMover) -> StageBackups:
         entrance, me, membership = self._entrance, self._peer.me, self._membership
+        seats = entrance.seats
 
         async def fetch(stage: int, after: int) -> int:
             return await entrance.back_up(stage, self._everyone, me, lambda: self._live_in(stage), after=after)
@@ -143,11 +156,40 @@ class StageParts:
             sizes=[buffer_bytes(sum(self._manifest.elements_of(stage))) for stage in range(entrance.seats.stages)],
             limit_bytes=self._peer.config.backup_bytes,
             view=self._view,
+            seat=lambda stage: seats.digest(seats.known[stage]) if stage in seats.known else None,
             find=entrance.backed_up,
             fetch=fetch,
             drop=drop,
-            announce=lambda holds: membership.announce_placement(holds=holds),
+            announce=lambda held: membership.announce_placement(held=held),
             say=self._peer.view.say,
+        )
+
+    def _refill(self, mover: StageMover, backups: StageBackups) -> StageRefill:
+        peer, entrance = self._peer, self._entrance
+
+        async def begin(seat: StageSeat) -> None:
+            try:
+                await entrance.begin_again(seat)
+            except StateError as error:
+                raise MoveRefused(str(error)) from None
+
+        async def keep(promises: bytes) -> None:
+            await peer.disk.run(partial(peer.state.keep_endorsed, promises), 0)
+
+        return StageRefill(
+            peer.me,
+            entrance.seat.stage,
+            seats=entrance.seats,
+            membership=self._membership,
+            transport=peer.transport,
+            promises=Promises(peer.state.endorsed(), keep),
+            view=self._view,
+            clock=self._clock,
+            held=lambda: backups.held,
+            base=lambda stage: entrance.base(stage, self._clock()),
+            move=mover.refill,
+            begin=begin,
+            say=peer.view.say,
         )
 
     async def _keep_stage(self, on_lost: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ from node.runtime.metrics import LoopLag, Vitals, rss_bytes, vitals, with_childr
 from node.session.pausing import PauseController
 from node.session.stage_backups import StageBackups
 from node.session.stage_mover import MoveRefused, StageMover
+from node.session.stage_refill import StageRefill
 from node.session.traffic_limits import TrafficLimits
 from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.journal import Journal
@@ -52,6 +53,7 @@ class StatusTracker:
     pauses: PauseController | None = None
     mover: StageMover | None = None
     backups: StageBackups | None = None
+    refill: StageRefill | None = None
     transport: LibP2PTransport | None = None
     stage: int | None = None  # None in a run without stages, too
 
@@ -310,4 +312,5 @@ class StatusTracker:
             private=bool(config and config.admission),
             move=printable(self._move()),
             backups=printable(self.backups.describe()) if session and self.backups else "",
+            lost=printable(self.refill.describe()) if session and self.refill else "",
         )

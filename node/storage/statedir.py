@@ -11,10 +11,12 @@ pause.json      exists if the peer was asked to pause (`node.session.pausing`)
 pass.bin        its passes to private runs          invites.json   tickets that it has made, and who has used them
 revoked.bin     peers that were removed from its private run (`node.storage.pass_files` has these three)
 seats.json      the first members of all stages that it knows (`node.membership.seats`)
+endorsed.json   the seats of lost stages that it has endorsed (`node.session.stage_refill`)
 stage           in a run with stages, the number of its stage, and "pinned" if its user has moved it there;
                 certificates.bin and checkpoints/ lie in stages/<k>/ then
 stages/<k>/     what belongs to stage k, where it is or has been, or of which it has a backup: these two, and
                 stage.json: the stage's first member
+stages/<k>-<n>/ the same of a stage that has begun again with its seat number n
 over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
 past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
 past/stage/     files of a stage that it has left before its first round
@@ -25,6 +27,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +48,8 @@ MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40  # the limit of `protocols.wire`: other peers ignore members of a higher incarnation
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
-    "certificates.bin", "checkpoints", "stage.json", "seats.json", "stage", "stages", "invites.json", "revoked.bin",
+    "certificates.bin", "checkpoints", "stage.json", "seats.json", "endorsed.json", "stage", "stages", "invites.json",
+    "revoked.bin",
     *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
@@ -120,10 +124,16 @@ class StateDir:
         """The seat of this peer's stage in the directory's run, as `enter_stage` was given it; empty if it has none."""
         return _read(self.home / STAGE, _MAX_CACHE_BYTES)
 
-    def stage_home(self, stage: int) -> Path:
+    def stage_home(self, stage: int | str) -> Path:
+        """The directory of a stage, or of the one with this name."""
         return self.path / STAGES / str(stage)
 
-    def prepare_stage(self, stage: int, seat: bytes) -> Path:
+    def stage_homes(self, stage: int) -> list[Path]:
+        """All directories of a stage: that of its first seat, and of each one with which it has begun again."""
+        found = (self.path / STAGES).glob("*")
+        return [each for each in found if each.name.partition("-")[0] == str(stage)]
+
+    def prepare_stage(self, stage: int | str, seat: bytes) -> Path:
         """Make the directory of a stage, or find it as it was left, and save the stage's seat there."""
         home = self.stage_home(stage)
         try:
@@ -134,12 +144,12 @@ class StateDir:
         self._keep_durably(home / STAGE, seat)
         return home
 
-    def switch_stage(self, stage: int, *, pinned: bool = False) -> None:
+    def switch_stage(self, stage: int | str, *, pinned: bool = False) -> None:
         """Make a prepared stage the present one. After a crash either it is, or the former one. Raises StateError.
 
         A peer that is `pinned` does not leave it by itself.
         """
-        self._keep_durably(self.path / _PRESENT, b"%d pinned\n" % stage if pinned else b"%d\n" % stage)
+        self._keep_durably(self.path / _PRESENT, f"{stage} pinned\n".encode() if pinned else f"{stage}\n".encode())
 
     @property
     def is_pinned(self) -> bool:
@@ -148,10 +158,10 @@ class StateDir:
 
     def has_left(self, stage: int) -> bool:
         """Whether this peer has been in a stage, and was moved to another."""
-        home = self.stage_home(stage)
-        return home != self.home and any(home.glob("checkpoints/*/inner.safetensors"))
+        homes = self.stage_homes(stage)
+        return self.home not in homes and any(any(each.glob("checkpoints/*/inner.safetensors")) for each in homes)
 
-    def enter_stage(self, stage: int, seat: bytes) -> None:
+    def enter_stage(self, stage: int | str, seat: bytes) -> None:
         """Save this peer's stage, which it keeps once the run has begun. Raises StateError."""
         self.prepare_stage(stage, seat)
         self.switch_stage(stage)
@@ -164,8 +174,16 @@ class StateDir:
         """Save the known seats. When this returns, they survive a power failure. Raises StateError."""
         self._keep_durably(self.path / "seats.json", seats)
 
+    def endorsed(self) -> bytes:
+        """What `keep_endorsed` was given; empty if there is nothing."""
+        return _read(self.path / "endorsed.json", _MAX_CACHE_BYTES)
+
+    def keep_endorsed(self, seats: bytes) -> None:
+        """Save which seats this peer has endorsed; as `keep_seats`. Raises StateError."""
+        self._keep_durably(self.path / "endorsed.json", seats)
+
     def leave_stage(self) -> None:
-        """Move what belongs to this peer's stage aside, before any round of it was decided. Raises StateError."""
+        """Move what belongs to this peer's stage aside, as its seat does not count any more. Raises StateError."""
         try:
             past = self._past("stage")
             if self.home != self.path:
@@ -354,18 +372,18 @@ def home_of(directory: Path) -> Path:
     The directory itself, in a run without stages, or if a model was fetched into it. Raises StateError.
     """
     words = _present(directory)
-    return directory / STAGES / str(int(words[0])) if words else directory
+    return directory / STAGES / words[0] if words else directory
 
 
 def _present(directory: Path) -> list[str]:
-    """The number of the present stage, followed by `_PINNED` or nothing; empty without stages. Raises StateError."""
+    """The name of the present stage's directory, then `_PINNED` or nothing; empty without stages. Raises StateError."""
     try:
         words = (directory / _PRESENT).read_bytes().decode("ascii", "replace").split()
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise StateError(f"{directory / _PRESENT} cannot be read ({error.strerror}): repair it") from None
-    if not (words and words[0].isdigit() and len(words[0]) <= 3 and words[1:] in ([], [_PINNED])):
+    if not (words and re.fullmatch(r"[0-9]{1,3}(-[0-9]{1,7})?", words[0]) and words[1:] in ([], [_PINNED])):
         raise StateError(f"{directory / _PRESENT} is damaged: write the number of its peer's stage into it")
     return words
 

@@ -168,12 +168,9 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
         rows.add_row("protocol", _protocol(status))
     rows.add_row("speed", f"{count(status.tokens_per_second)} tokens/s   {count(status.tokens)} tokens so far")
     rows.add_row("network", f"{size(status.bytes_sent)} sent   {size(status.bytes_received)} received")
-    if status.limits:
-        rows.add_row("limits", printable(status.limits))
-    if status.move:
-        rows.add_row("move", printable(status.move))
-    if status.backups:
-        rows.add_row("backups", printable(status.backups))
+    for name in ("limits", "move", "lost", "backups"):
+        if text := getattr(status, name):
+            rows.add_row(name, printable(text))
     rows.add_row("machine", _machine(status))
     if status.checkpoint_age_seconds is not None:
         rows.add_row("checkpoint", f"{duration(status.checkpoint_age_seconds)} old")

@@ -56,6 +56,7 @@ class Chain:
         Training rounds average the `fragments` of the parameters in turn, whatever their outcome (Douillard et al.
         2025, Streaming DiLoCo).
         """
+        self.trained_before = 0  # training rounds that count as done before the genesis
         self._trunk = RoundLog(genesis(run, scope, roster, root, fragments), archive)
         self._shared = len(self._trunk)  # number of rounds of the trunk that belong to this chain
         self._own: RoundLog | None = None  # the rounds after them; None if this chain owns the trunk
@@ -67,6 +68,7 @@ class Chain:
         """An independent chain with the same rounds. It never writes to the archive."""
         other = Chain.__new__(Chain)
         other._trunk, other._shared, other._copies = self._trunk, self._shared, self._copies
+        other.trained_before = self.trained_before
         other._own, other._own_is_shared = RoundLog(self._trunk.head(self._shared)), False
         other._own.extend(self._own or ())
         other.head = self.head
@@ -88,12 +90,12 @@ class Chain:
         return self._trained(len(self))
 
     def trained_at(self, lineage: bytes) -> int:
-        """The same number up to a lineage of this chain; 0 if it is on another one."""
+        """The same number up to a lineage of this chain; that of its genesis if it is on another one."""
         return self._trained(self._place(lineage) or 0)
 
     def _trained(self, place: int) -> int:
         own = self._own.idle(place - self._shared) if self._own and place > self._shared else 0
-        return place - self._trunk.idle(min(place, self._shared)) - own
+        return self.trained_before + place - self._trunk.idle(min(place, self._shared)) - own
 
     @property
     def records(self) -> tuple[bytes, ...]:

@@ -76,10 +76,13 @@ class SnapshotIndex:
     def parameters_root(self) -> bytes:
         return root_of([(self.elements, self.digests[: len(self.digests) // 2])])
 
+    @property
+    def velocity_root(self) -> bytes:
+        return root_of([(self.elements, self.digests[len(self.digests) // 2 :])])
+
     def state_root(self, round_number: int) -> bytes:
         """The root of the outer state before this round."""
-        velocity = root_of([(self.elements, self.digests[len(self.digests) // 2 :])])
-        return state_root(self.parameters_root, velocity, round_number)
+        return state_root(self.parameters_root, self.velocity_root, round_number)
 
     def size(self, chunk: int) -> int:
         return chunk_size(self.elements, chunk)

@@ -15,7 +15,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,10 +62,11 @@ class Disk:
     def seats(self) -> bytes:
         return self.kept.get("seats", b"")
 
-    def prepare_stage(self, stage: int, seat: bytes) -> None:
+    def prepare_stage(self, stage: int | str, seat: bytes) -> Path:
         self.kept[f"stage {stage}"] = seat
+        return self.path / str(stage)
 
-    def enter_stage(self, stage: int, seat: bytes) -> None:
+    def enter_stage(self, stage: int | str, seat: bytes) -> None:
         self.kept["stage"] = seat
 
     def keep_seats(self, seats: bytes) -> None:
@@ -95,6 +96,7 @@ class FoundingWorld(SimSwarm):
     """A founder and its joiners. `dies_at`: the founder's message at which it is killed."""
 
     start_seconds = 1.0  # until a peer's worker runs
+    entrance_type = StageEntrance
 
     def __init__(self, stages: int = 3, joiners: int = 3, dies_at: int = 0, returns: bool = False) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class FoundingWorld(SimSwarm):
 
     async def _life(self, peer: PeerId, transport: SimTransport) -> None:
         me, disk, signer = transport.node.member, self.disks[peer], SimSigner(peer, 0)
-        entrance = StageEntrance(self.manifest, disk, disk, signer)  # type: ignore[arg-type]
+        entrance = self.entrance_type(self.manifest, disk, disk, signer)  # type: ignore[arg-type]
         if peer == FOUNDER and not disk.seats():
             await entrance.found(me)
         elif not entrance.kept(None):
@@ -153,10 +155,16 @@ class FoundingWorld(SimSwarm):
         async with task_group() as group:
             group.create_task(membership.run())
             group.create_task(self._train(peer))
+            for each in self.beside(peer):
+                group.create_task(each)
             await entrance.until_lost(has_begun, assigner.needed)
             await entrance.leave({})
             asyncio.get_running_loop().call_soon(self._again, peer)
             await asyncio.sleep(1.0)
+
+    def beside(self, peer: PeerId) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside a peer's rounds."""
+        return []
 
     def _membership(self, peer: PeerId, transport: SimTransport, stage: LocalStage) -> Membership:
         disk = self.disks[peer]

@@ -104,7 +104,8 @@ class MovingWorld(FoundingWorld):
                 each.cancel()
         await asyncio.sleep(ROUND_SECONDS)
         disk = self.disks[peer]
-        await disk.run(lambda: disk.enter_stage(to, disk.kept[f"stage {to}"]), 0)
+        name = entrance.prepared.get(to, to)
+        await disk.run(lambda: disk.enter_stage(name, disk.kept[f"stage {name}"]), 0)
         self.moves += 1
         asyncio.get_running_loop().call_soon(self._again, peer)
         await asyncio.sleep(1.0)

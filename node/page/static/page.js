@@ -142,6 +142,7 @@ function showMachine(now) {
     ["Event loop", `${Math.round(1000 * status.loop_lag_p99_seconds)} ms lag (p99)`],
   ];
   if (status.limits) rows.push(["Limits", status.limits]);
+  if (status.lost) rows.push(["Lost", status.lost]);
   if (status.backups) rows.push(["Backups", status.backups]);
   if (Number.isFinite(status.spread)) {
     rows.push(["Spread", `${percent(status.spread)} from the mean, the limit is ${percent(status.spread_limit)}`]);

@@ -1,11 +1,16 @@
-"""Downloaded states in a stage's directory: a newer one replaces them, and what the peer trained itself stays."""
+"""States in a stage's directory: a newer one replaces them, own ones stay, and a lost stage begins again from one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from node.joining.state_download import clear
-from node.storage.checkpoint import INNER, OUTER
+from node.export.fetching import fetchable
+from node.joining.state_download import begin_again, clear, kept_state
+from node.membership.hello import SeatBase, StageSeat
+from node.storage.checkpoint import INNER, OUTER, DataCursor
+from protocols.base import Member
+from tests.support.statedir_fixtures import keep_checkpoint, staged_run
 
 
 def home(tmp_path: Path, *names: str) -> Path:
@@ -28,3 +33,17 @@ def test_newer_state_replaces_downloads_but_not_own_checkpoints(tmp_path: Path) 
 
 def test_stage_without_a_directory_has_nothing_to_delete(tmp_path: Path) -> None:
     clear(tmp_path / "checkpoints")
+
+
+def test_backup_becomes_the_state_from_which_its_stage_begins_again(tmp_path: Path) -> None:
+    run = staged_run(tmp_path / "founder")
+    manifest, member = fetchable(run.envelope).manifest, Member("a", 2)
+    backup = keep_checkpoint(tmp_path / "backup", run.run_id, run.modules[1], 5)
+    base = SeatBase(12, 10, backup.index.parameters_root, backup.index.velocity_root)
+    seat, again = StageSeat(1, member, 1, b"", b"", b"", (base,)), tmp_path / "again"
+    begin_again(manifest, seat, backup, again, DataCursor(1, 2, 0))
+    found = kept_state(manifest, seat, again)
+    assert found and (found[0], found[1].round) == (12, 0), "its training rounds are those of the run"
+    assert [*map(float, found[1].parameters()[0])] == [*map(float, backup.parameters()[0])]
+    for other in (replace(seat, number=2), replace(seat, base=(replace(base, parameters_root=bytes(32)),))):
+        assert kept_state(manifest, other, again) is None, "another chain, or another state"

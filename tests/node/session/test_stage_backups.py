@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +23,7 @@ class Swarm:
 
     def __init__(self, outside: int, limit_bytes: float = 10 * SIZE) -> None:
         self.round = self.newest = 3
+        self.seat = "first"
         self.failure: Exception | None = None
         self.peers = [PlacedPeer("m", 1), *(PlacedPeer(f"p{number}", 0) for number in range(outside))]
         self.kept: dict[int, int] = {}
@@ -35,6 +37,7 @@ class Swarm:
             sizes=(SIZE, SIZE),
             limit_bytes=limit_bytes,
             view=self.view,
+            seat=lambda stage: self.seat,
             find=self.find,
             fetch=self.fetch,
             drop=self.drop,
@@ -58,9 +61,9 @@ class Swarm:
     async def drop(self, stage: int) -> None:
         del self.kept[stage]
 
-    def announce(self, holds: int) -> None:
-        self.holds = holds
-        self.hold(self.me, holds)
+    def announce(self, held: Mapping[int, int]) -> None:
+        self.holds = sum(1 << stage for stage in held)
+        self.hold(self.me, self.holds)
 
     def hold(self, peer: str, holds: int) -> None:
         self.peers = [replace(each, holds=holds) if each.peer == peer else each for each in self.peers]

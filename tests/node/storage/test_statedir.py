@@ -343,6 +343,9 @@ def test_stages_keep_what_is_theirs(state: StateDir) -> None:
     assert not state.is_pinned
     state.switch_stage(1, pinned=True)
     assert state.is_pinned and read_stage(state.path) == 1
+    state.prepare_stage("1-2", b'{"stage": 1}')
+    state.switch_stage("1-2")
+    assert state.home.name == "1-2" and read_stage(state.path) == 1 and len(state.stage_homes(1)) == 2
     state.enter_stage(0, b'{"stage": 0}')
     assert StateDir.open(state.path).certificates.read_bytes() == b"of 0" and not state.is_pinned
     state.leave_stage()

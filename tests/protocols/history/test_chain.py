@@ -171,6 +171,17 @@ def test_forks_without_a_mean_train_nothing() -> None:
     assert chain.trained_at(b"x" * 32) == 0
 
 
+def test_rounds_before_the_genesis_count_as_trained() -> None:
+    """Those of a stage that begins again from a backup."""
+    chain = Chain(RUN, "run/stage/1/1", ROSTER)
+    chain.trained_before = 7
+    before = chain.head.key.lineage
+    chain.extend(decided(chain.head, Kind.MEAN).certificate)
+    other = chain.copy()
+    other.extend(decided(other.head, Kind.FORK).certificate)
+    assert [chain.trained, other.trained, chain.trained_at(before)] == [8, 8, 7] and len(chain) == 1
+
+
 # -- state roots ------------------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,11 @@ _SMALL = {
     "starling/butterfly/control/1",
     "starling/direct/1",
     "starling/entry/1",
-    "starling/hello/6",
+    "starling/hello/7",
     "starling/moshpit/control/1",
     "starling/pairs/closing/1",
+    "starling/pass/1",
+    "starling/seat/1",
 }
 """Votes, greetings and other small messages, which go over libp2p."""
 
