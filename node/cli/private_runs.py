@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli import options
-from node.cli.remote import CommandError, ask_peer, duration
+from node.cli.remote import CommandError, ask_peer, ask_swarm, duration
 from node.config.multiaddrs import peer_address
 from node.config.peer_config import PeerConfig
 from node.membership.invitations import MAX_CHARACTERS, MAX_USES, Ticket, TicketError, read_ticket
@@ -22,6 +22,7 @@ from node.storage.pass_files import PassFiles
 from node.storage.statedir import StateError
 
 VARIABLE = "STARLING_TICKET"
+VERSIONS_SECONDS = 5.0  # for which `members` waits until the live ones have said their versions
 ALONE = "a ticket names its run and its addresses: leave --bootstrap and --run-id out"
 
 app = typer.Typer()
@@ -135,7 +136,7 @@ def members(
     json: Annotated[bool, typer.Option("--json", help="Print them as one JSON object.")] = False,
 ) -> int:
     """Show who is in the private run of a running peer, who invited whom, and this peer's tickets."""
-    answer = _done(asyncio.run(ask_peer(state_dir, "members")))
+    answer = _done(asyncio.run(_ask_members(state_dir)))
     if json:
         print(to_json({name: value for name, value in answer.items() if name != "ok"}))
     else:
@@ -151,6 +152,14 @@ def revoke(
     """Remove a peer from the private run, and with it whom it invited; or void a ticket."""
     print(printable(str(_done(asyncio.run(ask_peer(state_dir, "revoke", who=who)))["line"])), file=sys.stderr)
     return 0
+
+
+async def _ask_members(state_dir: Path | None) -> Mapping[str, Any]:
+    answer = await ask_peer(state_dir, "members")
+    if answer.get("ok") is True and any(each["live"] and not each["version"] for each in answer["members"]):
+        await ask_swarm(state_dir, VERSIONS_SECONDS)
+        answer = await ask_peer(state_dir, "members")
+    return answer
 
 
 def _done(answer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -73,7 +73,7 @@ def status(
     answer = _ask_remote(bootstrap, state_dir) if bootstrap else asyncio.run(ask_peer(state_dir, "status"))
     try:
         shown = parse(answer)
-        peers = parse_as(SwarmStatus, asyncio.run(_ask_swarm(state_dir)), "swarm") if swarm else None
+        peers = parse_as(SwarmStatus, asyncio.run(ask_swarm(state_dir)), "swarm") if swarm else None
     except ValueError as error:
         raise PeerUnreachable(f"the peer's answer cannot be read ({error}): does it run another version?") from None
     if json:
@@ -233,10 +233,10 @@ async def ask_peer(state_dir: Path | None, what: str, **values: object) -> dict[
         raise PeerUnreachable(str(error)) from None
 
 
-async def _ask_swarm(state_dir: Path | None) -> dict[str, Any]:
+async def ask_swarm(state_dir: Path | None, seconds: float = SWARM_SECONDS) -> dict[str, Any]:
     """What the peer knows of the swarm once it has asked all live peers, or after some seconds."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + SWARM_SECONDS
+    until = loop.time() + seconds
     while True:
         answer = await ask_peer(state_dir, "swarm")
         if answer.get("asked") is not False or loop.time() >= until:

@@ -283,7 +283,7 @@ class PrivateMembership:
 
     def _invite_one(self, run: PrivateRun, peer: PeerId, depth: int, addresses: Sequence[str]) -> Mapping[str, object]:
         if not is_peer_id(peer):
-            raise ValueError(f"{printable(peer, 60)!r} is not the id of a peer: give all of it, as doctor prints it")
+            raise ValueError(f"{printable(peer, 60)!r} is not the id of a peer: give all of it (status --json)")
         shown = Pass((*self._pass.links, _link(self._identity, public_key_of(peer), run.run, PEER, depth)))
         ticket = Ticket(run.run, self._key, shown=shown, addresses=_best(addresses))
         return _answer(ticket, f"For {short(peer)} only, without an end.", addresses)

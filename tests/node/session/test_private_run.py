@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +148,33 @@ async def test_ticket_for_one_peer_needs_no_issuer_and_serves_no_other(machines:
     assert await carl.reaches(bert)
     with pytest.raises(FatalPeerError, match="does not admit this peer"):
         await dora.join(ticket, machines.manifest)
+
+
+async def test_ticket_of_three_uses_admits_three_of_twenty_across_two_restarts(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """The issuer's process ends at once, wherever it is: after it has counted a use, before the joiner hears of it."""
+    anna = machines.anna
+    ticket = await anna.invites(uses=3)
+    joiners = [Machine(machines.network, tmp_path, f"joiner-{number}") for number in range(20)]
+    admitted: set[PeerId] = set()
+
+    async def joins(joiner: Machine) -> None:
+        with suppress(FatalPeerError):
+            await joiner.join(ticket, machines.manifest)
+            admitted.add(joiner.me)
+
+    async def dies() -> None:
+        for _ in range(2):
+            await asyncio.sleep(0)
+            await anna.transport.serving.close()
+            anna.start()
+            await asyncio.sleep(0.01)
+            anna.private.enter(machines.manifest)
+
+    await asyncio.gather(*map(joins, joiners), dies())
+    found: Any = anna.private.members({}, {})["tickets"]
+    assert len(admitted) == 3 and {*found[0]["used_by"]} == admitted and found[0]["left"] == 0
 
 
 async def test_used_voided_and_own_tickets_are_refused(machines: Machines) -> None:
