@@ -75,6 +75,9 @@ def test_private_run_admits_the_invited_and_nobody_else(tmp_path: Path) -> None:
         found = json.loads(anna.command("members", "--json"))
         assert {each["nickname"]: each["invited_by"] for each in found["members"]} == {"anna": "", "bert": anna.id}
 
+        visited = json.loads(bert.command("status", "--json", "--bootstrap", anna.address))
+        assert visited["nickname"] == "anna" and visited["private"], "with a pass that bert's key has signed"
+
         run_bytes = bytes.fromhex(anna.status()["run_id"])
         pass_of_bert = PassFiles(bert.directory).shown(run_bytes)
         assert pass_of_bert

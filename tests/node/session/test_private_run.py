@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from node.config.manifest import Manifest
-from node.membership.hello import BOOTSTRAP_METHOD
+from node.config.manifest import Manifest, seal
+from node.membership.hello import BOOTSTRAP_METHOD, HELLO
 from node.membership.invitations import Ticket, read_ticket
 from node.runtime.identity import public_key_of
 from node.session.fatal import FatalPeerError
-from node.session.private_run import NARROW, OPEN, PrivateMembership
+from node.session.private_run import NARROW, OPEN, PrivateMembership, visitors_access
 from node.storage.statedir import StateDir, StateError
 from protocols.base import Member, PeerGone, PeerId, Stream
 from tests.node.config.test_manifest import MANIFEST
@@ -175,6 +175,27 @@ async def test_ticket_of_three_uses_admits_three_of_twenty_across_two_restarts(
     await asyncio.gather(*map(joins, joiners), dies())
     found: Any = anna.private.members({}, {})["tickets"]
     assert len(admitted) == 3 and {*found[0]["used_by"]} == admitted and found[0]["left"] == 0
+
+
+async def test_visitor_of_a_member_reads_the_status_and_is_no_member(machines: Machines, tmp_path: Path) -> None:
+    anna, bert = machines.anna, machines.bert
+    await bert.join(await anna.invites(), machines.manifest)
+    clock: Any = SimpleNamespace(wall=lambda: NOW)
+    for member in (anna, bert):
+        visitor = Machine(machines.network, tmp_path, f"visitor-of-{member.name}")
+        with pytest.raises(FatalPeerError, match="is not of a private run"):
+            visitors_access(visitor.state.path, visitor.me, clock)
+        (member.state.path / "manifest.bin").write_bytes(seal(machines.manifest, anna.state.identity))
+        access = visitors_access(member.state.path, visitor.me, clock)
+        access._transport = visitor.transport
+        visitor.transport.restrict(access)
+        assert await visitor.reaches(anna)
+        with pytest.raises(PeerGone):
+            async with visitor.transport.open(anna.me, HELLO, now() + 5):
+                pass
+    bert.state.path.joinpath("pass.bin").unlink()
+    with pytest.raises(FatalPeerError, match="holds no pass to its run"):
+        visitors_access(bert.state.path, visitor.me, clock)
 
 
 async def test_used_voided_and_own_tickets_are_refused(machines: Machines) -> None:
