@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from benchmarks.journal import FinishedRuns
 from benchmarks.laboratory.choices import (
@@ -25,7 +26,6 @@ from benchmarks.laboratory.runs import (
     ArmName,
     LabRun,
     OuterStep,
-    Variant,
     swarm_run,
 )
 from node.tasks.gpt_presets import MANY_ROUNDS, SHORT_ROUND, USUAL_OUTER_STEP
@@ -179,30 +179,23 @@ def overlaps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
         "AdamW": known.best("diloco", MANY),
     }
     short = INNER_STEPS // FRAGMENTS
-    kinds: tuple[tuple[str, int, int, Variant, range], ...] = (
-        ("five fragments, keep", FRAGMENTS, short // 2, "", MANY),
-        ("keep", 1, INNER_STEPS // 4, "", MANY),
-        ("keep", 1, INNER_STEPS // 2, "", MANY),
-        ("five fragments, strided, keep", FRAGMENTS, short // 2, "strided", FEW),
-        ("five fragments, keep", FRAGMENTS, 0, "", FEW),
-        ("five fragments, keep", FRAGMENTS, short - 1, "", FEW),
-        ("keep", 1, INNER_STEPS - 1, "", FEW),
-        ("naive", 1, INNER_STEPS // 2, "naive", FEW[:1]),
+    kinds: tuple[tuple[str, int, int, dict[str, Any], range], ...] = (
+        ("five fragments, keep", FRAGMENTS, short // 2, {}, MANY),
+        ("keep", 1, INNER_STEPS // 4, {}, MANY),
+        ("keep", 1, INNER_STEPS // 2, {}, MANY),
+        ("three quarters kept", 1, INNER_STEPS // 2, {"kept": 0.75}, FEW),
+        (f"keep, outer step {_words(USUAL_OUTER_STEP)}", 1, INNER_STEPS // 2, {"outer": USUAL_OUTER_STEP}, FEW[:1]),
+        ("five fragments, strided, keep", FRAGMENTS, short // 2, {"variant": "strided"}, FEW),
+        ("five fragments, keep", FRAGMENTS, 0, {}, FEW),
+        ("five fragments, keep", FRAGMENTS, short - 1, {}, FEW),
+        ("keep", 1, INNER_STEPS - 1, {}, FEW),
+        ("naive", 1, INNER_STEPS // 2, {"variant": "naive"}, FEW[:1]),
     )
-    for kind, fragments, delay, variant, seeds in kinds:
+    for kind, fragments, delay, changes, seeds in kinds:
         steps = INNER_STEPS // fragments
         for name, trials in plain.items():
-            late = [
-                replace(
-                    each.run,
-                    rounds=fragments * each.run.rounds,
-                    inner_steps=steps,
-                    fragments=fragments,
-                    delay=delay,
-                    variant=variant,
-                )
-                for each in trials
-            ]
+            sizes = {"inner_steps": steps, "fragments": fragments, "delay": delay, **changes}
+            late = [replace(each.run, rounds=fragments * each.run.rounds, **sizes) for each in trials]
             found = tuple(LabRun("diloco", run) for run in late if run.seed in seeds)
             yield Row(f"{name}, {kind}, {delay} of {steps} steps late", found, {f"{name}, nothing late": trials})
 

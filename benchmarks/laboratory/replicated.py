@@ -120,7 +120,9 @@ def train_replicated(run: Run, weights: Sequence[Sequence[float]] | None = None)
         for index, training in enumerate(trainings):
             local = before[index] if before else training.learner.vector
             kept = late.get(index, 0.0) * (handed_in[index] - theta)
-            local[due.part] = due.anchor + kept + (0 if before else local[due.part] - handed_in[index])
+            meanwhile = 0 if before else local[due.part] - handed_in[index]
+            local[due.part] = due.anchor + kept + run.kept * meanwhile
+            due.bases[index] = due.anchor - (1 - run.kept) * meanwhile
             training.write(local.clone(), anchor, tokens=1)
         if run.is_evaluated(number + 1):
             history.append(((number + 1) * run.inner_steps, _evaluate(trainings[0], recent)))
@@ -138,10 +140,15 @@ def _evaluate(training: LocalTraining, recent: Sequence[torch.Tensor]) -> float:
 
 
 class _Fragment:
-    """The elements of the vector that some of the rounds average."""
+    """The elements of the vector that some of the rounds average.
+
+    Attributes:
+        bases: from which each peer's pseudo-gradient is measured.
+    """
 
     def __init__(self, run: Run, part: torch.Tensor, anchor: torch.Tensor) -> None:
         self.part, self.anchor = part, anchor[part]
+        self.bases = [self.anchor] * run.peers
         self.velocity, self._reduction = torch.zeros_like(self.anchor), _Reducer(run, len(part))
         self._tokens = [0.0] * run.peers
 
@@ -156,7 +163,8 @@ class _Fragment:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The mean of the pseudo-gradients, and each peer's local parameters as they were handed in."""
         handed_in = [local[self.part] for local in locals_]
-        return self._reduction.mean(torch.stack([self.anchor - each for each in handed_in]), weights), handed_in
+        deltas = [base - each for base, each in zip(self.bases, handed_in, strict=True)]
+        return self._reduction.mean(torch.stack(deltas), weights), handed_in
 
 
 def fragment_indices(layout: Layout, count: int, run: Run) -> list[torch.Tensor]:

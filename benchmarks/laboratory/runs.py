@@ -52,9 +52,11 @@ class Run:
             parameters: learning rate 1, momentum 0.
         delay: inner steps that averaging takes. The peers take them meanwhile, and keep them (`recipe.overlap`); they
             are the first of the next round.
+        kept: the share of those steps that stays in a peer's parameters when the mean arrives. All of them are handed
+            in: its pseudo-gradient is measured from the outer parameters less the rest.
         fragments: of the vector, one of which is averaged in each round, in turn (`recipe.fragments`).
         averaged: the mean of the outer parameters after so many last rounds is evaluated; training is unchanged.
-        variant: as `Variant` says; in memory only, as are averaged and late.
+        variant: as `Variant` says; in memory only, as are averaged, kept and late.
         evaluation_steps: inner steps between two evaluations, rounded down to whole rounds. Not in the name.
     """
 
@@ -71,6 +73,7 @@ class Run:
     speeds: tuple[float, ...] = ()
     decay: float = 0.0
     delay: int = 0
+    kept: float = 1.0
     fragments: int = 1
     averaged: int = 1
     variant: Variant = ""
@@ -87,6 +90,7 @@ class Run:
             "speeds=" + ":".join(f"{each:g}" for each in self.speeds) if self.speeds else "",
             f"decay={self.decay:g}" if self.decay else "",
             f"delay={self.delay}" if self.delay else "",
+            f"kept={self.kept:g}" if self.kept != 1.0 else "",
             f"fragments={self.fragments}" if self.fragments > 1 else "",
             f"averaged={self.averaged}" if self.averaged > 1 else "",
             self.variant,

@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.laboratory import replicated
 from benchmarks.laboratory.data_parallel import Pooled
 from benchmarks.laboratory.independent import train_independent
 from benchmarks.laboratory.replicated import LabMember
 from benchmarks.laboratory.runs import WITHOUT_COMMON_STATE, ArmName, LabRun, Run, trial
 from benchmarks.mixers import all_reduce, gossip, pairs
+from node.tasks.base import Step
+from protocols.base import Layout
 
 
 def short(arm: ArmName, peers: int) -> LabRun:
@@ -25,6 +28,31 @@ def test_all_protocols_share_the_same_downtime() -> None:
         assert len(downs) == 1 and any(*downs)
     share = sum(sum(replace(short("gossip", 8), failure=0.3).up(number)) for number in range(500)) / 4000
     assert share == pytest.approx(0.7, abs=0.03)
+
+
+class Halving:
+    """A learner whose step halves its one parameter, 1 at first."""
+
+    layout = Layout(((("weight", (1,)),),))
+    position = 0
+
+    def __init__(self, run: Run, index: int) -> None:
+        self.vector = torch.ones(1)
+
+    def step(self, round_number: int, step: int) -> Step:
+        self.vector /= 2
+        return Step(0.0, 1)
+
+    def evaluate(self) -> float:
+        return float(self.vector)
+
+
+@pytest.mark.parametrize("kept", (0.0, 0.5, 1.0))
+def test_share_of_late_steps_is_kept(monkeypatch: pytest.MonkeyPatch, kept: float) -> None:
+    """The mean takes x from 1 to 1/4 while the peer goes on to 1/8; of that 1/8, a share stays, and all counts."""
+    monkeypatch.setattr(replicated, "LabMember", Halving)
+    run = Run(1, rounds=2, inner_steps=2, preset="w64", seed=0, outer=(1.0, 0.0), delay=1, kept=kept)
+    assert replicated.train_replicated(run)[-1] == (4, kept / 16)
 
 
 def test_data_parallel_with_one_peer_equals_plain_training() -> None:
