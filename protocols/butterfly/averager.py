@@ -32,7 +32,7 @@ from protocols.butterfly.coordinator import RoundCoordinator
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
-from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
+from protocols.consensus.messages import MESSAGES, VoteMessage
 from protocols.registry import ROBUST_RULES, require_known
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint, SessionTable
 from protocols.vectors.codec import codec
@@ -178,7 +178,7 @@ class Butterfly:
                 self._post.send(peer, vote.certificate)
         elif key.round == here.round + 1:
             self._parked[peer].append(message)
-            self._post.send(peer, StartBallot(here, self.me, attempt.vote.paxos.ballot, ()))
+            attempt.hear_of_next_round(peer)
         else:
             self._on_ahead(peer)
 

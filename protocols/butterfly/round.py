@@ -36,7 +36,7 @@ from protocols.butterfly.call import Resting, RoundStart
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
-from protocols.consensus.messages import VoteMessage
+from protocols.consensus.messages import StartBallot, VoteMessage
 from protocols.consensus.record import Record
 from protocols.consensus.vote_tally import max_admitted, min_retained
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
@@ -45,6 +45,7 @@ from protocols.wire import MAX_ROSTER
 
 RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
 WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
+ASK_SECONDS = 0.25  # time for a peer that is in the next round to send this round's certificate, before another is asked
 
 
 class Round:
@@ -76,6 +77,7 @@ class Round:
         self._least_members = settings.least_members
         self._lagging, self._rested = lagging, rested
         self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
+        self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
         self._superseded = False
         self._running: asyncio.Task[None] | None = None
         codec, many = part_format.codec, 1 << 20
@@ -348,6 +350,7 @@ class Round:
         async with task_group() as group:
             group.create_task(self._cut_when_over())
             group.create_task(self._watch_members())
+            group.create_task(self._ask_ahead())
             if not vote.votes:
                 self._ask_admission()
             if not (vote.votes or vote.forks_only):
@@ -389,6 +392,14 @@ class Round:
         """Peers to wait for, because they still fetch what this round begins from."""
         here = {*self.vote.observers, *self.vote.resting.peers(), *self._rested, self.me.peer}
         return self._lagging.among([peer for peer in self.live_peers() - here if not self.call.has_begun(peer)])
+
+    async def _ask_ahead(self) -> None:
+        """Ask peers that are in the next round what was decided in this one. One after the other: all can answer."""
+        while await self.until(lambda: bool(self._ahead) or self.over()) and not self.over():
+            peer = next(iter(self._ahead))
+            del self._ahead[peer]
+            self.post.send(peer, StartBallot(self.head.key, self.me, self.vote.paxos.ballot, ()))
+            await self.until(lambda: self.over() or peer not in self.live_peers(), self._within(ASK_SECONDS))  # noqa: B023
 
     def _ask_admission(self) -> None:
         """Ask the roster for admission, and former members too, since this member may have to fork with them."""
@@ -443,6 +454,11 @@ class Round:
             self._request_admission(peer)  # the peer may have come after this member sent its requests
         if self.vote.certificate:
             self.post.send(peer, self.vote.certificate)
+
+    def hear_of_next_round(self, peer: PeerId) -> None:
+        """Note that a peer is in the next round, so that it knows what was decided in this one."""
+        self._ahead[peer] = None
+        self.changed.notify()
 
     def supersede(self) -> None:
         self._superseded = True

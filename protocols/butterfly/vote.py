@@ -260,8 +260,10 @@ class RoundVote:
                 self.proposed, self.wanted = record, parts
             case Decided(certificate):
                 self.stop()
-                for peer in self.observers:
-                    self._post.send(peer, certificate)
+                admitted = self.decided.roster if self.decided else ()  # the vote sends it to these
+                for peer, member in self.observers.items():
+                    if member not in admitted:
+                        self._post.send(peer, certificate)
             case ConflictingCertificate():
                 self._on_rival(self._sender)
             case ReportFault(peer, why):

@@ -283,7 +283,9 @@ class PaxosInstance:
             return
         self.decided = certificate
         self._ballot_state.out.append(Decided(certificate))
-        self._ballot_state.send(peers((*self.tally.roster, *roster)), certificate)
+        # Members that stay hear the votes. One that misses some hears that others are in the next round, and asks.
+        before, after = {*self.tally.roster}, {*roster}
+        self._ballot_state.send(peers(sorted(before | after if value.is_fork else before ^ after)), certificate)
 
 
 def peers(members: Iterable[Member]) -> tuple[PeerId, ...]:

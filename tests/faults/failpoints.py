@@ -48,13 +48,12 @@ ANSWER_SECONDS = 10.0
 VOTED = (
     "train", "send Ready", "send Plan", "receive Plan", "trained",
     "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone", "receive Reduced",
-    "send Propose", "send Accept", "receive Propose", "receive Accept", "send Certificate",
+    "send Propose", "send Accept", "receive Propose", "receive Accept",
     "write", "evaluate", "report", "reported",
 )  # fmt: skip
 """Points that every committed round of several peers passes, roughly in the order of their first passing.
 
-Only the coordinator sends Plan and Propose, and only the others receive them. A Certificate may be sent as late as in
-the sender's next round."""
+Only the coordinator sends Plan and Propose, and only the others receive them."""
 POINTS: Mapping[str, tuple[str, ...]] = {
     "butterfly": VOTED,
     "gossip": (

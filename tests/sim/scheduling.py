@@ -206,6 +206,8 @@ class Schedule:
                         self.world.fly(node.me.peer, peer, replace(side.certificate, sender=node.me))
                 else:
                     self._wake(node, side)
+                    if not ghost and side.vote.tally.counts(node.me):
+                        self.world.offer(node, lineage)
         for node in self.world.nodes.values():
             for _, message in node.parked:
                 self.world.later(2 * DELAY, partial(self.world.catch_up, node, message.key.lineage))

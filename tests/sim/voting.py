@@ -26,6 +26,10 @@ LEAVE_CHANCE = 0.2
 MAX_PARKED = 40
 
 
+class FirstOffer(votes.VoteMessage):
+    """Tells the other members of a roster that the sender is in its round."""
+
+
 class World:
     """The nodes, and the messages between them; a test plants bugs by other `vote` and `tally` classes."""
 
@@ -76,10 +80,18 @@ class World:
                 side.choice = (0, ())
                 self.later(DELAY, lambda: self.answer(node, side))
             self.obey(node, side, side.vote.progress())
+            if not ghost:
+                self.offer(node, lineage)
         parked, node.parked = node.parked, []
         for sender, message in parked:
             self.receive(node, sender, message)
         return side
+
+    def offer(self, node: Node, lineage: bytes) -> None:
+        """Once the faults stop, those that miss a certificate hear of the next round in any case."""
+        line = self.lines[lineage]
+        for member in line.roster if self.calm else ():
+            self.fly(node.me.peer, member.peer, FirstOffer(line.key, node.me, 0))
 
     def receive(self, node: Node, sender: PeerId, message: votes.VoteMessage) -> None:
         """A node receives a message; one of a later lineage is parked, and its sender asked for certificates."""
@@ -95,7 +107,7 @@ class World:
                 for (behind, ghost), side in list(node.sides.items()):
                     if not side.vote.decided and not ghost:
                         self.fly(node.me.peer, sender, votes.StartBallot(self.lines[behind].key, node.me, 0, ()))
-        for ghost in (False, True):
+        for ghost in () if isinstance(message, FirstOffer) else (False, True):
             if mine := node.sides.get((lineage, ghost)):
                 self.obey(node, mine, mine.vote.receive(sender, message))
 

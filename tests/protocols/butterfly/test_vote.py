@@ -14,6 +14,7 @@ from protocols import wire
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import Member, Settings
 from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.round import ASK_SECONDS
 from protocols.butterfly.vote import COMPLETE_SECONDS, FORK_BUDGETS, RoundVote
 from protocols.consensus import record as records
 from protocols.consensus.messages import Prepare, Propose
@@ -139,3 +140,24 @@ async def test_newcomer_is_answered_once_in_each_incarnation(swarm: SimSwarm) ->
         for incarnation, answers in ((1, 1), (1, 1), (2, 2)):
             session.take("p1", wire.AdmissionRequest(HEAD.key, Member("p1", incarnation), HEAD.state_root))
             assert session.vote.observers == {"p1": Member("p1", incarnation)} and len(sent) == answers
+
+
+@simulated(SimSwarm)
+async def test_member_behind_asks_peers_ahead_in_turn(swarm: SimSwarm) -> None:
+    """One answer is enough. The next peer is asked at once if the one that was asked is gone."""
+    hosts = [swarm.join(member.peer) for member in ROSTER]
+    averager, asked = Butterfly(hosts[0], SETTINGS), list[tuple[str, float]]()
+    async with averager.enter(HEAD, 100.0) as session:
+        session.post.send = lambda peer, message: asked.append((peer, swarm.now))  # type: ignore[method-assign]
+        await asyncio.sleep(1.0)
+        asked.clear()
+        for peer in ("p1", "p2", "p1"):
+            later = replace(HEAD.key, lineage=b"l" * 32, round=HEAD.key.round + 1)
+            averager._take(peer, Prepare(later, Member(peer), 0, ()))
+        await asyncio.sleep(ASK_SECONDS / 2)
+        assert [peer for peer, _ in asked] == ["p1"]
+        swarm.network.kill("p1")
+        await asyncio.sleep(ASK_SECONDS / 4)
+        assert [peer for peer, _ in asked] == ["p1", "p2"]
+        await asyncio.sleep(4 * ASK_SECONDS)
+        assert len(asked) == 2

@@ -18,7 +18,7 @@ from tests.support.vote_table import KEY, PART, Table
 # -- the normal case --------------------------------------------------------------------------------------------------
 
 
-def test_all_members_get_certificate_after_three_messages() -> None:
+def test_all_members_decide_after_three_messages() -> None:
     table = Table()
     mean = table.record(Kind.MEAN, PART)
     table.hold(0, 1, 2)
@@ -33,6 +33,17 @@ def test_all_members_get_certificate_after_three_messages() -> None:
     assert len(certificate.votes) >= majority(3)
     table.deliver()
     assert not table.sent(votes.Prepare) and not table.heard(0, votes.ConflictingCertificate)
+    assert not table.sent(votes.Certificate)
+
+
+def test_certificate_goes_to_admitted_and_removed_members() -> None:
+    table, new = Table(4), Member("new")
+    removed = table.members[2]
+    table.do(0, "chosen", 0, table.record(roster=(*(each for each in table.roster if each != removed), new)))
+    table.deliver()
+    assert None not in table.decided()
+    told = [each.to for each in table.heard(1, votes.Send) if isinstance(each.message, votes.Certificate)]
+    assert told == [(removed.peer, new.peer)]
 
 
 def test_single_member_decides_at_once() -> None:
@@ -324,6 +335,6 @@ def test_fork_and_majority_report_conflicting_certificates() -> None:
         and table.heard(0, votes.ConflictingCertificate)
         and table.heard(2, votes.ConflictingCertificate)
     )
-    table.do(0, "chosen", 0, table.record())
+    table.do(0, "chosen", 0, table.record(without=1))
     table.deliver()
     assert table.vote(0).decided and table.vote(2).decided and table.heard(1, votes.ConflictingCertificate)
