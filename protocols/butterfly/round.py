@@ -32,7 +32,7 @@ from protocols.base import (
     Vector,
 )
 from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
-from protocols.butterfly.call import Resting, RoundStart
+from protocols.butterfly.call import INFORMED, Resting, RoundStart
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
@@ -45,7 +45,7 @@ from protocols.wire import MAX_ROSTER
 
 RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
 WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
-ASK_SECONDS = 0.25  # time for a peer that is in the next round to send this round's certificate, before another is asked
+ASK_SECONDS = 0.25  # time for a peer in the next round to send this round's certificate, before another one is asked
 
 
 class Round:
@@ -300,7 +300,8 @@ class Round:
         certificate, record = self.vote.certificate, self.vote.decided
         if certificate is None or record is None or record.state_root != self.head.state_root:
             return None
-        voters, turn = [vote.voter.peer for vote in certificate.votes], asyncio.Semaphore(PARTS_AT_ONCE)
+        lot, turn = self.head.key.lineage + self.me.peer.encode(), asyncio.Semaphore(PARTS_AT_ONCE)
+        voters = records.drawn(lot, (vote.voter.peer for vote in certificate.votes))
 
         async def one(index: int) -> ReducedPart | None:
             async with turn:
@@ -402,10 +403,16 @@ class Round:
             await self.until(lambda: self.over() or peer not in self.live_peers(), self._within(ASK_SECONDS))  # noqa: B023
 
     def _ask_admission(self) -> None:
-        """Ask the roster for admission, and former members too, since this member may have to fork with them."""
+        """Ask the roster for admission, and former members too, since this member may have to fork with them.
+
+        While the roster is full, ask the coordinators of the first two ballots: they also send the certificate.
+        """
         tally, live = self.vote.tally, self.host.members.live()
         former = [member.peer for member in live if self.vote.forks_only and tally.was_member(member)]
-        for peer in dict.fromkeys((*(member.peer for member in self.head.roster), *former)):
+        asked = records.coordinators(self.head.key.lineage, self.head.roster)
+        if len(asked) >= MAX_ROSTER and not self.vote.forks_only:
+            asked = asked[:INFORMED]
+        for peer in dict.fromkeys((*asked, *former)):
             self._request_admission(peer)
 
     def _request_admission(self, peer: PeerId) -> None:

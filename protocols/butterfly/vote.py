@@ -260,14 +260,17 @@ class RoundVote:
                 self.proposed, self.wanted = record, parts
             case Decided(certificate):
                 self.stop()
-                admitted = self.decided.roster if self.decided else ()  # the vote sends it to these
-                for peer, member in self.observers.items():
-                    if member not in admitted:
-                        self._post.send(peer, certificate)
+                self._inform_observers(certificate)
             case ConflictingCertificate():
                 self._on_rival(self._sender)
             case ReportFault(peer, why):
                 self._accounting.name(peer, f"refused: {why}")
+
+    def _inform_observers(self, certificate: Certificate) -> None:
+        admitted = self.decided.roster if self.decided else ()  # the vote itself informs these
+        for peer, member in self.observers.items():
+            if member not in admitted:
+                self._post.send(peer, certificate)
 
     def _arm(self, ballot: int, factor: int) -> None:
         if self._timer:

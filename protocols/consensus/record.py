@@ -87,7 +87,12 @@ def genesis(run: bytes, scope: str = "run") -> bytes:
 
 def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:
     """Coordinators of ballots 0, 1, …: the roster, ordered by hashes so that no member can choose the order."""
-    return tuple(sorted((m.peer for m in roster), key=lambda peer: hashlib.sha256(line + peer.encode()).digest()))
+    return drawn(line, (member.peer for member in roster))
+
+
+def drawn(seed: bytes, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+    """These peers in an order that follows from the seed. Peers with seeds of their own do not all ask the same one."""
+    return tuple(sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest()))
 
 
 def contributions(peers: Sequence[PeerId], parts: Sequence[PartDigest]) -> dict[PeerId, Contribution]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from protocols.aio import loop_time
 from protocols.base import DISTRUST_SECONDS, Deadline, Host, Member, Members, PeerId, Settings, Stream
+from protocols.consensus import record as records
 from protocols.history.chain import Chain
 from protocols.peers.estimates import RecentDict
 from protocols.streams.endpoint import RoundAccounting
@@ -54,8 +55,9 @@ class SyncPeers:
         return found
 
     def all_contacts(self) -> list[PeerId]:
-        live = [member.peer for member in self._members.live()]
-        return self.others(self._callers, live[: MAX_CONTACTS // 2], self._past(), self._hints())
+        lot = (self._chain.head.key.lineage if self._chain else b"") + self._me.encode()
+        live = records.drawn(lot, (member.peer for member in self._members.live()))[: MAX_CONTACTS // 2]
+        return self.others(self._callers, sorted(live), self._past(), self._hints())
 
     def outsiders(self) -> list[PeerId]:
         """The peers that a round does not reach: evicted members and hints."""

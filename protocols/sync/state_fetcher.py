@@ -15,6 +15,7 @@ from protocols.base import BadPayload, Deadline, Head, PeerError, PeerGone, Peer
 from protocols.blobs.download import MAX_HOLDERS, NotHere, shown_index
 from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
 from protocols.blobs.serving import BLOBS, Busy
+from protocols.consensus import record as records
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
 from protocols.peers.estimates import RecentDict
 from protocols.sync.context import SyncContext
@@ -56,7 +57,9 @@ class StateFetcher:
     async def parts(self, link: DecidedRound, deadline: Deadline) -> list[ReducedPart]:
         """Get the parts of the mean of a verified round that has one. Raises `StateUnavailable`."""
         record, turn = link.record, asyncio.Semaphore(PARTS_AT_ONCE)
-        voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
+        lot = link.lineage + self._context.host.me.encode()
+        # each voter held all parts when it voted
+        voters = records.drawn(lot, (vote.voter.peer for vote in link.certificate.votes))
         sources = self._context.peers.others(voters, self._context.peers.all_contacts())
         live = {member.peer for member in self._context.host.members.live()}
         sources = [peer for peer in sources if peer in live] or sources  # waiting for a silent peer takes time
