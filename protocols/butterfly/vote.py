@@ -54,6 +54,9 @@ T_b later. With this bound, the rest of `BUDGET_FLOOR_SECONDS` is enough for ano
 LENIENCE = 1.25
 """A ballot's timer is this factor longer than T_b: members give up a silent member before the coordinator that waits
 for it."""
+LATE_SECONDS = 0.25
+"""Time for votes after the decision. A member that has not voted by then may not hear the coordinator."""
+INFORMERS = 2  # members that send a certificate to those, in case one cannot reach them
 FORK_BUDGETS = 3
 """Members fork when the majority has been gone for this many budgets of a round; for one, if the roster is of two."""
 FORMER_BUDGETS = 2
@@ -105,6 +108,7 @@ class RoundVote:
         self._me, self._settings, self._post, self._accounting = me, settings, post, endpoint.accounting
         self._part_cache, self._on_rival = part_cache, on_rival
         self._promised, self._promised_at = 0, 0.0  # its coordinator asks all for promises about then
+        self._voted = {me.peer}  # this member, and those of which a vote has come
         self._alone_since: float | None = None
         self._fork: tuple[Member, ...] = ()  # the members with which this attempt seeks a fork
         self._timer: asyncio.TimerHandle | None = None
@@ -158,6 +162,8 @@ class RoundVote:
             self._examine(message)
         if isinstance(message, Promise) and message.record:
             self._admissible("a promise with a record", message.accepted, message.record)
+        if isinstance(message, Accept):
+            self._voted.add(peer)
         self.hear(peer)
         self._sender = peer
         self._act(self.paxos.receive(peer, message))
@@ -261,6 +267,7 @@ class RoundVote:
             case Decided(certificate):
                 self.stop()
                 self._inform_observers(certificate)
+                asyncio.get_running_loop().call_later(LATE_SECONDS, self._inform_late, certificate)
             case ConflictingCertificate():
                 self._on_rival(self._sender)
             case ReportFault(peer, why):
@@ -271,6 +278,14 @@ class RoundVote:
         for peer, member in self.observers.items():
             if member not in admitted:
                 self._post.send(peer, certificate)
+
+    def _inform_late(self, certificate: Certificate) -> None:
+        """Send the certificate to members that stay and have not voted, if this is one of the members that do so."""
+        voted = [peer for peer in records.coordinators(self.head.key.lineage, self.tally.roster) if peer in self._voted]
+        if self.votes and self.decided and self._me.peer in voted[:INFORMERS]:
+            for member in self.tally.roster:
+                if member in self.decided.roster and member.peer not in self._voted:
+                    self._post.send(member.peer, certificate)
 
     def _arm(self, ballot: int, factor: int) -> None:
         if self._timer:

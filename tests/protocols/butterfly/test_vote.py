@@ -13,11 +13,12 @@ import pytest
 from protocols import wire
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import Member, Settings
+from protocols.butterfly import round as round_module
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import ASK_SECONDS
-from protocols.butterfly.vote import COMPLETE_SECONDS, FORK_BUDGETS, RoundVote
+from protocols.butterfly.vote import COMPLETE_SECONDS, FORK_BUDGETS, LATE_SECONDS, RoundVote
 from protocols.consensus import record as records
-from protocols.consensus.messages import Prepare, Propose
+from protocols.consensus.messages import Accept, Certificate, Prepare, Propose
 from protocols.consensus.record import Kind, Record, coordinators
 from protocols.history.chain import genesis
 from protocols.streams.endpoint import RoundAccounting
@@ -131,6 +132,29 @@ def test_successors_of_the_whole_roster_wait_little() -> None:
     on_virtual_time(test)
 
 
+@pytest.mark.parametrize("votes_in_time", (False, True))
+def test_member_without_vote_gets_certificate_after_decision(votes_in_time: bool) -> None:
+    """It may not hear the coordinator. One that has voted makes the certificate itself."""
+
+    async def test() -> None:
+        vote, others = vote_of(Member(ORDER[0])), [vote_of(Member(peer)) for peer in ORDER[1:]]
+        sent = list[tuple[str, type[Any]]]()
+        vote._post = SimpleNamespace(send=lambda peer, message: sent.append((peer, type(message))))  # type: ignore[assignment]
+        vote.progress()
+        skip = records.extend(HEAD, Kind.SKIP, ROSTER)
+        vote.propose(0, skip)
+        value = vote.tally.value(0, records.encode(skip))
+        assert value
+        for other in others[: 1 + votes_in_time]:
+            me = other.paxos.me
+            vote.receive(me.peer, Accept(HEAD.key, me, 0, value.digest, other.tally.sign(value, me)))
+        assert vote.certificate and (ORDER[2], Certificate) not in sent
+        await asyncio.sleep(LATE_SECONDS)
+        assert [peer for peer, kind in sent if kind is Certificate] == ([] if votes_in_time else [ORDER[2]])
+
+    on_virtual_time(test)
+
+
 @simulated(SimSwarm)
 async def test_newcomer_is_answered_once_in_each_incarnation(swarm: SimSwarm) -> None:
     """By a peer that may only fork: the newcomer may have come after it asked for admission."""
@@ -161,3 +185,19 @@ async def test_member_behind_asks_peers_ahead_in_turn(swarm: SimSwarm) -> None:
         assert [peer for peer, _ in asked] == ["p1", "p2"]
         await asyncio.sleep(4 * ASK_SECONDS)
         assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("most", "asked"), ((4, 3), (3, 2)))
+def test_full_roster_is_asked_for_admission_sparingly(most: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first coordinators, which also tell the observer what was decided."""
+    monkeypatch.setattr(round_module, "MAX_ROSTER", most)
+    swarm, sent = SimSwarm(), list[str]()
+
+    async def test() -> None:
+        hosts = [swarm.join(peer) for peer in ("zoe", *ORDER)]
+        async with Butterfly(hosts[0], SETTINGS).enter(HEAD, 100.0) as session:
+            session.post.send = lambda peer, message: sent.append(peer)  # type: ignore[method-assign]
+            await asyncio.sleep(1.0)
+
+    swarm.play(test)
+    assert sent == list(ORDER[:asked])
