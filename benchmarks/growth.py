@@ -1,11 +1,14 @@
 """How long averaging takes as the swarm grows, beside the formula.
 
-    python -m benchmarks.growth [--real 2 4 8 16] [--butterfly 2 4 8 16 32] [--moshpit 8 64 256 1024] [--file FILE]
+    python -m benchmarks.growth [--real 2 4 8 16] [--butterfly 2 4 8 16 32] [--moshpit 8 64 256 1024]
+                                [--control 4 8 16 32] [--file FILE]
 
 real       butterfly between real processes, each in a network namespace with a line of 100 Mbit/s in each direction;
            25 MB of float32, the data phase over direct connections (`benchmarks.shaped`)
 butterfly  the same in virtual time: the same ratio of vector to bandwidth, a message takes 20 ms
 moshpit    Moshpit in virtual time, from the last peer's complete work until the mean of each axis of the grid is in
+control    what a peer of the butterfly sends besides vectors in a simulated round with training: frames, header bytes.
+           Ids of peers and signatures are as long as real ones, and each part is one chunk
 
 The formula is that of bandwidth alone: all-reduce among n peers moves 2 (n - 1) / n vectors in each direction of each
 line. For butterfly n is the number of peers; for Moshpit it is added up over the axes of the grid.
@@ -19,6 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,13 +33,21 @@ from matplotlib.figure import Figure
 
 from benchmarks.averaging import SwarmError, ends_in_one_line
 from benchmarks.shaped import MEGABIT, shaped_rounds
-from protocols.base import Settings
+from protocols.base import Buffer, Header, Host, Member, PeerId, Settings
 from protocols.moshpit.averager import Moshpit
 from protocols.moshpit.grid import shape_for
+from protocols.streams.framing import FramedStream
 from protocols.wire import MAX_ROSTER
 from tests.faults.network import why_not
+from tests.sim import loop as simloop
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.averaging import AveragingSwarm, ButterflyHarness
+from tests.sim.host import SimSigner
+from tests.sim.pipe import SimPipe
+from tests.sim.scenario import Scenario
+from tests.sim.transport import SimTransport
+from tests.sim.world import World
+from tests.support.disguises import SpoofedStream
 
 MEGABYTES, LINE_BITS = 25.0, 100 * MEGABIT
 VECTOR_SECONDS = 8e6 * MEGABYTES / LINE_BITS
@@ -43,6 +55,7 @@ VECTOR_SECONDS = 8e6 * MEGABYTES / LINE_BITS
 MOSHPIT_ELEMENTS, MOSHPIT_CHUNK = 1 << 17, 1 << 12
 """A thousand vectors of 25 MB have no room here. Vector, chunk and bandwidth are smaller in the same proportion."""
 TRAIN_SECONDS = 1.0
+ID_LENGTH = 52
 
 Row = dict[str, Any]
 
@@ -82,9 +95,64 @@ def moshpit(peers: int, rounds: int) -> Row:
     }
 
 
-DEFAULT_PEERS = {"real": [2, 4, 8, 16], "butterfly": [2, 4, 8, 16, 32], "moshpit": [8, 64, 256, 1024]}
+class CountedWorld(World):
+    """A simulated swarm whose peers have ids and signatures of real length, and count their frames."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.frames, self.header_bytes = 0, 0
+        self.peers = tuple(f"p{index:0{ID_LENGTH - 1}}" for index in range(scenario.peers))
+        self.histories = {peer: [] for peer in self.peers}
+        self.roster = tuple(Member(peer) for peer in self.peers)
+
+    def _host(self, transport: SimTransport) -> Host:
+        transport.disguise = self._counted
+        return replace(super()._host(transport), signer=LongSigner(transport.me, self.scenario.seed))
+
+    def _counted(self, method: str, stream: FramedStream, pipe: SimPipe) -> Any:
+        self.frames += stream.bytes_sent > 0  # the frame that opened it
+        self.header_bytes += stream.bytes_sent
+        return SpoofedStream(stream, self._send)
+
+    async def _send(self, stream: FramedStream, header: Header, payload: Buffer) -> None:
+        before = stream.bytes_sent
+        await stream.send(header, payload)
+        self.frames += 1
+        self.header_bytes += stream.bytes_sent - before - len(payload)
+
+
+class LongSigner(SimSigner):
+    def _mac(self, peer: PeerId, message: bytes) -> bytes:
+        return 2 * super()._mac(peer, message)
+
+
+def control(peers: int, rounds: int) -> Row:
+    chunk = 128
+    scenario = Scenario(
+        peers=peers,
+        rounds=rounds,
+        codec="int8",
+        elements=chunk * peers,
+        chunk_elements=chunk,
+        inner_steps=4,
+        uplinks=(LINE_BITS / 8,) * peers,
+        step_seconds=tuple(1.0 + 0.02 * (index % 5) for index in range(peers)),
+    )
+    world = CountedWorld(scenario)
+    simloop.run(world.run())
+    if any(each["outcome"] != "committed" for history in world.histories.values() for each in history):
+        raise SwarmError(f"{peers} simulated peers: not every round was committed")
+    return {"frames": world.frames / peers / rounds, "kilobytes": world.header_bytes / peers / rounds / 1000}
+
+
+DEFAULT_PEERS = {
+    "real": [2, 4, 8, 16],
+    "butterfly": [2, 4, 8, 16, 32],
+    "moshpit": [8, 64, 256, 1024],
+    "control": [4, 8, 16, 32],
+}
 MAX_PEERS = 1024
-KINDS = {"real": real, "butterfly": butterfly, "moshpit": moshpit}
+KINDS = {"real": real, "butterfly": butterfly, "moshpit": moshpit, "control": control}
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -96,6 +164,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
             began = time.perf_counter()
             row = {"kind": kind, "peers": peers, **play(peers, options.rounds)}
             found.append(row | {"took": time.perf_counter() - began})
+            if kind == "control":
+                print(f"| {kind} | {peers} | {row['frames']:.0f} frames, {row['kilobytes']:.1f} KB | | | |", flush=True)
+                continue
             more = f"{row['grid']}, {row['committed']:.1%} committed" if "grid" in row else ""
             ratio = row["seconds"] / row["formula"]
             figures = f"{row['seconds']:.2f} s | {row['formula']:.2f} s | {ratio:.2f}"
@@ -115,7 +186,7 @@ def draw(found: Sequence[Row], file: Path) -> None:
             (line,) = axes.semilogx([e["peers"] for e in mine], [e["seconds"] for e in mine], marker="o", label=label)
             formulas = [e["formula"] for e in mine]
             axes.semilogx([e["peers"] for e in mine], formulas, ls="--", color=line.get_color(), alpha=0.6)
-    sizes = sorted({each["peers"] for each in found})
+    sizes = sorted({each["peers"] for each in found if each["kind"] in labels})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
     axes.set_ylim(0)
