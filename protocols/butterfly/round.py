@@ -392,7 +392,10 @@ class Round:
     def lagging(self) -> tuple[PeerId, ...]:
         """Peers to wait for, because they still fetch what this round begins from."""
         here = {*self.vote.observers, *self.vote.resting.peers(), *self._rested, self.me.peer}
-        return self._lagging.among([peer for peer in self.live_peers() - here if not self.call.has_begun(peer)])
+        behind = self.live_peers() - here
+        if len(self.head.roster) >= MAX_ROSTER:  # others could not join
+            behind &= {member.peer for member in self.head.roster}
+        return self._lagging.among([peer for peer in behind if not self.call.has_begun(peer)])
 
     async def _ask_ahead(self) -> None:
         """Ask peers that are in the next round what was decided in this one. One after the other: all can answer."""
