@@ -19,8 +19,9 @@ from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
 
 _DISCARD_BYTES = 16 << 20
-_STRETCH_BYTES, _CALL_BYTES = 128 << 10, 4 << 10
-"""Bytes after which a task lets the event loop run others. Each call of the kernel counts as some kilobytes at least:
+_AHEAD_BYTES = 64 << 10
+_STRETCH_BYTES, _LEAST_BYTES = 128 << 10, 4 << 10
+"""Bytes after which a task lets the event loop run others. Each record counts as some kilobytes at least:
 otherwise a peer that sends records of one byte would hold the loop for a tenth of a second."""
 SILENCE_SECONDS = 10.0
 """A connection fails when the other side's machine has acknowledged nothing for about this long, though it should."""
@@ -234,6 +235,7 @@ class DirectConnection:
         """Receive a record and open it: straight into `into` if it has room, else in place. Returns bytes filled."""
         if self.peer_ended:
             raise EOFError("the peer is done")
+        self._require_open()
         if not self._in:
             self._in = memoryview(bytearray(RECORD_BYTES + OVERHEAD_BYTES + LENGTH_BYTES))
         left = self._have - self._used
@@ -243,6 +245,7 @@ class DirectConnection:
         try:
             size = self._opener.length(self._in[:LENGTH_BYTES])
             await self._receive(size + OVERHEAD_BYTES)
+            await self._give_way(size + OVERHEAD_BYTES, writing=False)
             straight = 0 < size <= len(into)
             place = self._in[LENGTH_BYTES : LENGTH_BYTES + size]
             self._used = size + OVERHEAD_BYTES
@@ -256,11 +259,11 @@ class DirectConnection:
         return 0
 
     async def _receive(self, need: int) -> None:
-        """At most the length of one more record is read ahead."""
+        """Little is read ahead of large records, which would have to be moved; small ones come in one call."""
         while self._have < need:
             self._require_open()
             try:
-                most = min(need + LENGTH_BYTES, self._have + self.traffic.download_piece)
+                most = min(max(need + LENGTH_BYTES, _AHEAD_BYTES), self._have + self.traffic.download_piece)
                 count = self._socket.recv_into(self._in[self._have : most])
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=False)
@@ -273,14 +276,13 @@ class DirectConnection:
             self.moved_bytes += count
             self.traffic.received(count)
             await self.traffic.may_receive(count, max(0, need - self._have))
-            await self._give_way(count, writing=False)
 
     def _require_open(self) -> None:
         if self.closed:
             raise self.failure or ConnectionAbortedError("closed")
 
     async def _give_way(self, count: int, *, writing: bool) -> None:
-        self._stretch[writing] += max(count, _CALL_BYTES)
+        self._stretch[writing] += max(count, _LEAST_BYTES)
         if self._stretch[writing] >= _STRETCH_BYTES:
             self._stretch[writing] = 0
             await asyncio.sleep(0)

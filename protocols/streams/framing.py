@@ -37,6 +37,8 @@ CATCH_UP_METHODS = frozenset({"starling/blobs/1", "starling/sync/1"})
 
 _LENGTH_BYTES = 4
 _OPENING_LIMIT = 64
+_JOINED_BYTES = 64 << 10
+"""A payload of at most this size is copied, and goes out in one write with its header. A write costs more than that."""
 
 
 class LimitReached(OSError):
@@ -71,11 +73,12 @@ class FramedStream:
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         packed = wire.encode(header)
+        head = len(packed).to_bytes(_LENGTH_BYTES, "big") + packed
+        writes = (b"".join((head, payload)),) if len(payload) <= _JOINED_BYTES else (head, payload)
         async with self._bounded("sending"):
-            for data in (len(packed).to_bytes(_LENGTH_BYTES, "big") + packed, payload):
-                if len(data):
-                    await self._pipe.write(data)
-                    self.bytes_sent += len(data)
+            for data in writes:
+                await self._pipe.write(data)
+                self.bytes_sent += len(data)
 
     async def receive(self, limit: int) -> Header:
         async with self._bounded("receiving"):
