@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, suppress
+from types import coroutine
 from typing import Any, TypeVar
 
 from protocols.base import Deadline, Member, Members, PeerId, PeerSilent, Stream
@@ -31,7 +32,10 @@ class Notifier:
 
     async def until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
         """Wait until `condition()` holds, or raise `TimeoutError`. It is checked at once and after each `notify`."""
+        if condition():
+            return
         async with asyncio.timeout_at(deadline):
+            await self._event.wait()
             while not condition():
                 await self._event.wait()
 
@@ -44,13 +48,79 @@ class Notifier:
         return True
 
 
+async def before(deadline: Deadline, work: Coroutine[Any, Any, T]) -> T:
+    """Do `work`; `TimeoutError` if it still waits at the deadline.
+
+    A timer is set only if it has to wait at all: most reads and writes of small messages need not.
+    """
+    try:
+        waits_for = work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    async with asyncio.timeout_at(deadline):
+        return await _continued(work, waits_for)
+
+
+@coroutine
+def _continued(work: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
+    """The rest of a coroutine that has begun, and has to wait."""
+    while True:
+        try:
+            try:
+                answer = yield waits_for
+            except BaseException as error:  # noqa: BLE001 - of the caller, for instance a cancellation
+                waits_for = work.throw(error)
+            else:
+                waits_for = work.send(answer)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
 async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
-    """Run `helper` while `main` runs. The first exception of either is raised, and the other is cancelled."""
-    async with task_group() as group:
-        side = group.create_task(helper)
-        result = await group.create_task(main)
-        side.cancel()
+    """Run `helper` while `main` runs. The first exception of either is raised, and the other is cancelled.
+
+    `main` runs in the caller's task: another one for each call would cost more than a small message.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled, is_over, has_failed = task.cancelling(), False, False
+
+    def end_main(side: asyncio.Task[None]) -> None:
+        nonlocal has_failed
+        if not is_over and not side.cancelled() and side.exception():
+            has_failed = True
+            task.cancel()
+
+    side = asyncio.create_task(helper)
+    side.add_done_callback(end_main)
+    try:
+        try:
+            result = await main
+        finally:
+            is_over = True
+            await _ended(side)
+            if has_failed:
+                task.uncancel()
+            if task.cancelling() > cancelled:
+                raise asyncio.CancelledError
+    except BaseException:
+        if not has_failed or task.cancelling() > cancelled:
+            raise
+    if not side.cancelled():
+        side.result()
     return result
+
+
+async def _ended(side: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end, however often the caller is cancelled meanwhile."""
+    side.cancel()
+    while not side.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([side])
+    if not side.cancelled():
+        side.exception()  # the caller may raise another one
 
 
 class _Group(asyncio.TaskGroup):

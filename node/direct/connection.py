@@ -17,6 +17,7 @@ from node.direct.pacing import LOOK_SECONDS, Pacer
 from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordError, RecordOpener, RecordSealer
 from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
+from protocols.streams.framing import joined
 
 _DISCARD_BYTES = 16 << 20
 _AHEAD_BYTES = 64 << 10
@@ -93,13 +94,14 @@ class DirectConnection:
         host, port, *_ = self._socket.getpeername()
         return host, port
 
-    async def write(self, data: Buffer) -> None:
-        view, start = memoryview(data).cast("B"), 0
-        while start < len(view):
-            piece = view[start : start + min(RECORD_BYTES, self.traffic.upload_piece)]
-            await self.traffic.may_send(len(piece))
-            start += len(piece)
-            await self._write_record(piece)
+    async def write(self, *pieces: Buffer) -> None:
+        for data in joined(pieces):
+            view, start = memoryview(data).cast("B"), 0
+            while start < len(view):
+                piece = view[start : start + min(RECORD_BYTES, self.traffic.upload_piece)]
+                await self.traffic.may_send(len(piece))
+                start += len(piece)
+                await self._write_record(piece)
 
     async def end(self) -> None:
         await self._write_record(memoryview(b""))
@@ -324,9 +326,9 @@ class DirectPipe:
     def belong_to(self, traffic: StreamTraffic) -> None:
         self._connection.traffic = traffic
 
-    async def write(self, data: Buffer) -> None:
+    async def write(self, *pieces: Buffer) -> None:
         try:
-            await self._present().write(data)
+            await self._present().write(*pieces)
         except BaseException:
             self.abort()
             raise

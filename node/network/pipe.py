@@ -14,6 +14,7 @@ from typing import cast
 
 from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
+from protocols.streams.framing import joined
 
 PIECE_BYTES = 1 << 20
 _LENGTH_BYTES = 4
@@ -40,15 +41,18 @@ class SocketPipe:
     def belong_to(self, traffic: StreamTraffic) -> None:
         self._traffic = traffic
 
-    async def write(self, data: Buffer) -> None:
-        """Pass `data` to the kernel, without a copy. On failure or cancellation, abort, so that none is sent later."""
-        view, start = memoryview(data).cast("B"), 0
+    async def write(self, *pieces: Buffer) -> None:
+        """Pass the pieces to the kernel, without a copy of large ones. On failure or cancellation, abort, so that none
+        is sent later.
+        """
         try:
-            while start < len(view):
-                piece = view[start : start + min(PIECE_BYTES, self._traffic.upload_piece)]
-                await self._traffic.may_send(len(piece))
-                start += len(piece)
-                await self._write_raw(len(piece).to_bytes(_LENGTH_BYTES, "big"), piece)
+            for data in joined(pieces):
+                view, start = memoryview(data).cast("B"), 0
+                while start < len(view):
+                    piece = view[start : start + min(PIECE_BYTES, self._traffic.upload_piece)]
+                    await self._traffic.may_send(len(piece))
+                    start += len(piece)
+                    await self._write_raw(len(piece).to_bytes(_LENGTH_BYTES, "big"), piece)
         except BaseException:
             self.abort()
             raise

@@ -6,11 +6,11 @@ A frame is a 4-byte big-endian header length, the header (`protocols.wire`), and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from protocols import wire
+from protocols.aio import before
 from protocols.base import BadPayload, Buffer, Deadline, Header, PeerId, PeerSilent, StoppedHere
 
 BULK_METHODS = frozenset(
@@ -35,10 +35,11 @@ BULK_METHODS = frozenset(
 CATCH_UP_METHODS = frozenset({"starling/blobs/1", "starling/sync/1"})
 """Of these, the methods by which peers fetch what they missed: no round waits for them."""
 
+T = TypeVar("T")
+
 _LENGTH_BYTES = 4
 _OPENING_LIMIT = 64
 _JOINED_BYTES = 64 << 10
-"""A payload of at most this size is copied, and goes out in one write with its header. A write costs more than that."""
 
 
 class LimitReached(OSError):
@@ -52,11 +53,18 @@ class Pipe(Protocol):
     def moved_bytes(self) -> int:
         """Bytes written and read so far, which grows during a long write or read, too."""
 
-    async def write(self, data: Buffer) -> None:
-        """Send `data`, waiting for flow control."""
+    async def write(self, *pieces: Buffer) -> None:
+        """Send the pieces in their order, waiting for flow control."""
 
     async def read_into(self, buffer: memoryview) -> None:
         """Fill the whole buffer; `EOFError` if the peer closed first."""
+
+
+def joined(pieces: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+    """The pieces as one if they are small, as a message is with its payload: a call of the kernel costs more than a
+    copy.
+    """
+    return (b"".join(pieces),) if sum(map(len, pieces)) <= _JOINED_BYTES else pieces
 
 
 class FramedStream:
@@ -74,38 +82,35 @@ class FramedStream:
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         packed = wire.encode(header)
         head = len(packed).to_bytes(_LENGTH_BYTES, "big") + packed
-        writes = (b"".join((head, payload)),) if len(payload) <= _JOINED_BYTES else (head, payload)
-        async with self._bounded("sending"):
-            for data in writes:
-                await self._pipe.write(data)
-                self.bytes_sent += len(data)
+        await self._within_deadline("sending", self._pipe.write(head, payload))
+        self.bytes_sent += len(head) + len(payload)
 
     async def receive(self, limit: int) -> Header:
-        async with self._bounded("receiving"):
-            prefix = bytearray(_LENGTH_BYTES)
-            await self._read_into(memoryview(prefix))
-            size = int.from_bytes(prefix, "big")
-            if size > min(limit, wire.MAX_HEADER_BYTES):
-                raise BadPayload(f"a header of {size} bytes where at most {limit} are allowed")
-            packed = bytearray(size)
-            await self._read_into(memoryview(packed))
-        return wire.decode(bytes(packed))
+        return wire.decode(await self._within_deadline("receiving", self._read_header(limit)))
 
     async def receive_into(self, buffer: memoryview) -> None:
-        async with self._bounded("receiving"):
-            await self._read_into(buffer)
+        await self._within_deadline("receiving", self._read_into(buffer))
+
+    async def _read_header(self, limit: int) -> bytes:
+        prefix = bytearray(_LENGTH_BYTES)
+        await self._read_into(memoryview(prefix))
+        size = int.from_bytes(prefix, "big")
+        if size > min(limit, wire.MAX_HEADER_BYTES):
+            raise BadPayload(f"a header of {size} bytes where at most {limit} are allowed")
+        packed = bytearray(size)
+        await self._read_into(memoryview(packed))
+        return bytes(packed)
 
     async def _read_into(self, buffer: memoryview) -> None:
         await self._pipe.read_into(buffer)
         self.bytes_received += len(buffer)
 
-    @asynccontextmanager
-    async def _bounded(self, doing: str) -> AsyncIterator[None]:
-        if asyncio.get_running_loop().time() >= self.deadline:  # timeout_at lets a body that never waits succeed
+    async def _within_deadline(self, doing: str, step: Coroutine[Any, Any, T]) -> T:
+        if asyncio.get_running_loop().time() >= self.deadline:  # a step that never waits would succeed
+            step.close()
             raise PeerSilent(self.peer, f"deadline passed before {doing}")
         try:
-            async with asyncio.timeout_at(self.deadline):
-                yield
+            return await before(self.deadline, step)
         except TimeoutError:
             raise PeerSilent(self.peer, f"deadline passed while {doing}") from None
         except LimitReached as error:

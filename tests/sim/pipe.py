@@ -34,7 +34,12 @@ class SimPipe:
         self._readable: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
 
-    async def write(self, data: Buffer) -> None:
+    async def write(self, *pieces: Buffer) -> None:
+        for data in pieces:
+            if len(data):
+                await self._write(data)
+
+    async def _write(self, data: Buffer) -> None:
         self._check()
         while self.other._unread_bytes >= WINDOW_BYTES:
             self._writable = asyncio.get_running_loop().create_future()

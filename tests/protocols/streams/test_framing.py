@@ -37,10 +37,10 @@ class MemoryPipe:
         self.other.ended = True
         self.other.changed.set()
 
-    async def write(self, data: Buffer) -> None:
+    async def write(self, *pieces: Buffer) -> None:
         if self.error:
             raise self.error
-        self.other.feed(data)
+        self.other.feed(b"".join(pieces))
 
     async def read_into(self, buffer: memoryview) -> None:
         while len(self.arrived) < len(buffer):
