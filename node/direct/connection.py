@@ -22,8 +22,8 @@ from protocols.streams.framing import joined
 _DISCARD_BYTES = 16 << 20
 _AHEAD_BYTES = 64 << 10
 _STRETCH_BYTES, _LEAST_BYTES = 128 << 10, 4 << 10
-"""Bytes after which a task lets the event loop run others. Each record counts as some kilobytes at least:
-otherwise a peer that sends records of one byte would hold the loop for a tenth of a second."""
+"""Bytes after which a task lets the event loop run others. Each record counts as some kilobytes at least: otherwise a
+peer that sends records of one byte would hold the loop for a tenth of a second."""
 SILENCE_SECONDS = 10.0
 """A connection fails when the other side's machine has acknowledged nothing for about this long, though it should."""
 

@@ -22,10 +22,10 @@ class MemoryPipe:
     def belong_to(self, traffic: StreamTraffic) -> None:
         pass
 
-    async def write(self, data: Buffer) -> None:
+    async def write(self, *pieces: Buffer) -> None:
         if self._reader.at_eof() or self.other._reader.at_eof():
             raise ConnectionResetError("closed")
-        self.other._reader.feed_data(bytes(data))
+        self.other._reader.feed_data(b"".join(pieces))
 
     async def read_into(self, buffer: memoryview) -> None:
         try:

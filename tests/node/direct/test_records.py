@@ -190,6 +190,16 @@ def test_each_flipped_bit_is_noticed(cipher: str) -> None:
     asyncio.run(main())
 
 
+async def test_small_pieces_are_one_record() -> None:
+    a, b = connected()
+    await a.write(b"a header", pattern(1000))
+    for size in (8, 1000):
+        await b.read_into(memoryview(bytearray(size)))
+    assert a.moved_bytes == b.moved_bytes == 1008 + records.OVERHEAD_BYTES
+    for end in (a, b):
+        end.abort()
+
+
 async def test_tiny_records_do_not_hold_the_loop() -> None:
     a, b = connected(buffer_bytes=200_000)
     turns = 0
