@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, suppress
-from types import coroutine
 from typing import Any, TypeVar
 
 from protocols.base import Deadline, Member, Members, PeerId, PeerSilent, Stream
@@ -59,23 +58,22 @@ async def before(deadline: Deadline, work: Coroutine[Any, Any, T]) -> T:
         result: T = done.value
         return result
     async with asyncio.timeout_at(deadline):
-        return await _continued(work, waits_for)
+        rest: T = await _Continued(work, waits_for)
+        return rest
 
 
-@coroutine
-def _continued(work: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
-    """The rest of a coroutine that has begun, and has to wait."""
-    while True:
-        try:
-            try:
-                answer = yield waits_for
-            except BaseException as error:  # noqa: BLE001 - of the caller, for instance a cancellation
-                waits_for = work.throw(error)
-            else:
-                waits_for = work.send(answer)
-        except StopIteration as done:
-            result: T = done.value
-            return result
+class _Continued:
+    """The rest of a coroutine that has begun, and waits for `first`: its own steps, after that one."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], first: Any) -> None:
+        self._work, self._first = work, [first]
+        self.throw, self.close = work.throw, work.close
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self  # type: ignore[return-value]  # a generator's methods are all here
+
+    def __next__(self) -> Any:
+        return self._first.pop() if self._first else self._work.send(None)
 
 
 async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
@@ -106,8 +104,9 @@ async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, A
             if task.cancelling() > cancelled:
                 raise asyncio.CancelledError
     except BaseException:
-        if not has_failed or task.cancelling() > cancelled:
-            raise
+        if has_failed and task.cancelling() <= cancelled:
+            side.result()
+        raise
     if not side.cancelled():
         side.result()
     return result
