@@ -208,7 +208,11 @@ def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
         assert shown(tracker).waiting_for == ("Anna", "…rylong")
     loop.waiting_for = lambda: ("anna", "me")
     assert shown(tracker).waiting_for == (), "the peer itself is still at work"
-    loop.is_overlapped = True
+    tracker.set_state("training")
+    loop.awaits_members = True
+    assert (shown(tracker).state, shown(tracker).reason) == ("waiting", "for the other peers to be admitted")
+    loop.awaits_members, loop.is_overlapped = False, True
+    tracker.set_state("averaging")
     assert (shown(tracker).state, shown(tracker).reason) == ("averaging", "training continues meanwhile")
 
 
