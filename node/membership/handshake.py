@@ -42,6 +42,7 @@ class LocalStage:
     line: SeatLine  # of the stage's first member, with which this peer entered
     seats: Seats
     has_begun: Callable[[], bool] = lambda: False  # whether the stage has decided a round at this peer
+    is_member: Callable[[], bool] = lambda: False  # whether this peer is in the stage's roster
     rounds: int = 0  # of stage 0: training rounds that have ended at this peer
     rate: float = 0.0  # microbatches/s that this peer can compute; 0 if it is not known yet
     placement: Placement = UNPLACED
@@ -49,6 +50,9 @@ class LocalStage:
     @property
     def seat(self) -> StageSeat:
         return self.line[0]
+
+    def placed(self) -> Placement:
+        return replace(self.placement, member=self.is_member())
 
     def shown(self, me: PeerId) -> SeatLine:
         """What greetings show of the seat, which is final once the stage has decided a round."""
@@ -96,7 +100,7 @@ class HandshakeProtocol:
 
     def pulse(self, number: int) -> Heartbeat:
         stage, wall, round_number = self._local.stage, self._clock.wall(), self._local.round()
-        rounds, rate, placement = (stage.rounds, stage.rate, (stage.placement,)) if stage else (0, 0.0, ())
+        rounds, rate, placement = (stage.rounds, stage.rate, (stage.placed(),)) if stage else (0, 0.0, ())
         idle = self.activity.value
         seats = stage.seats.shown() if stage else ()
         return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, idle, placement, seats)

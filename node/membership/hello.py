@@ -153,6 +153,7 @@ class Placement:
     moving: int = uint(STAYS)  # the stage that it will move to
     holds: int = uint((1 << MAX_STAGES) - 1)  # bit k: it has a backup of stage k
     arrived: int = uint(1 << 40)  # training rounds of the run when it moved to its stage; 0: it has not moved
+    member: bool = flag()  # whether it is in the roster of its stage
     held: tuple[int, ...] = optional(uint(1 << 40), MAX_STAGES)  # rounds in each backup of `holds`, lowest stage first
 
 
@@ -164,7 +165,7 @@ class ShownSeat:
     digest: bytes = blob(SHOWN_BYTES)  # the first bytes
 
 
-UNPLACED = Placement(False, STAYS, 0, 0)
+UNPLACED = Placement(False, STAYS, 0, 0, False)
 
 
 @dataclass(frozen=True, slots=True)

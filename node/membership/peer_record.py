@@ -34,7 +34,7 @@ class PeerRecord:
     addresses: tuple[str, ...] = ()
     hello: Hello | None = None
     live: bool = False
-    lost_at: float = 0.0  # when it was live for the last time
+    lost_at: float = 0.0  # when it was live for the last time; of a live one, since when it is
     why: str = "not tried yet"
     said: Heartbeat = NOTHING_SAID
     moving_since: float = 0.0  # when it said for the first time that it moves to the stage of `moving`

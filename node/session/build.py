@@ -84,7 +84,7 @@ async def open_session(
     build = SessionBuilder(peer, manifest, start, worker)
     past = await peer.disk.run(build.journal.recent, 0)  # what earlier incarnations of this peer reported
     has_begun = build.has_begun(past, is_again=bool(entrance and entrance.seat.base))
-    stage = local_stage(peer, entrance, start.chain.trained, has_begun) if entrance else None
+    stage = local_stage(peer, entrance, start.chain, has_begun) if entrance else None
     membership = build.membership(stage, unanswered, on_fatal)
     async with (
         build.directory(membership) as directory,

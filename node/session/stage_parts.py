@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 
 def local_stage(
-    peer: PeerProcesses, entrance: StageEntrance, trained: int, has_begun: Callable[[], bool]
+    peer: PeerProcesses, entrance: StageEntrance, chain: Chain, has_begun: Callable[[], bool]
 ) -> LocalStage:
-    """What this peer says of its stage, at which so many rounds have trained."""
-    stage = LocalStage(entrance.line, entrance.seats, has_begun)
+    """What this peer says of its stage, whose chain this is."""
+    trained = chain.trained
+    stage = LocalStage(entrance.line, entrance.seats, has_begun, lambda: peer.me in chain.head.roster)
     pinned = peer.config.stage is not None or peer.state.is_pinned
     stage.placement = replace(UNPLACED, pinned=pinned, arrived=max(1, trained) if peer.has_moved else 0)
     stage.shown(peer.me.peer)  # so a seat that was used is final before others show theirs

@@ -54,6 +54,7 @@ ASK_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 """Drivers have to show a seat for so long before others follow: what is seen at a meeting changes soon."""
 COMING_SECONDS = 90.0  # for which an endorsed member may take to come, before another is endorsed
+NEW_SECONDS = 120.0  # for which a live peer of a lost stage that is not a member yet may fork, or be admitted
 LAST_SECONDS = 120.0  # before a stage's last member is lost: who leaves in this time counts as one of the last ones
 REFUSAL_SECONDS = 90.0  # for which a refusal says which seat counts for the peer that refuses
 NUMBERS_AHEAD = 16  # of a seat that is endorsed, beyond the highest that this peer knows
@@ -137,10 +138,17 @@ class StageRefill:
     # -- which stages are lost ----------------------------------------------------------------------------------------
 
     def _has_state(self, each: PeerRecord, stage: int) -> bool:
-        """Whether a peer is a member of a stage that has its state: one that has just joined has decided no round."""
+        """Whether a peer is a member of a stage, or may become one of the members that were lost.
+
+        One that has rounds and is not admitted for long is stranded: the last members are gone, and it cannot prove
+        that it has their state.
+        """
         if each.stage != stage or each.hello is None or not self._seats.counts(each.hello.seats[0]):
             return False
-        return each.said.round > 0 or each.member == each.hello.seats[0].member
+        if each.placement.member or each.member == each.hello.seats[0].member:
+            return True
+        is_new = not each.live or loop_time() < each.lost_at + NEW_SECONDS
+        return each.said.round > 0 and is_new
 
     def _note_lost(self) -> None:
         now, contacts = loop_time(), self._membership.contacts()

@@ -240,7 +240,7 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
     ("membership", Hello, {"member.peer": "p7"}, "in the name of p7"),
     ("membership", Hello, {"signature": FOREIGN}, "without a signature of its own"),
     ("membership", Heartbeat, {"number": more}, "not sent"),
-    ("membership", Heartbeat, {"placement": [[False, 1, 0, 0, []]]}, "in a run without them"),
+    ("membership", Heartbeat, {"placement": [[False, 1, 0, 0, False, []]]}, "in a run without them"),
 )  # fmt: skip
 
 

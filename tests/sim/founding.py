@@ -147,7 +147,7 @@ class FoundingWorld(SimSwarm):
             await entrance.enter(me, self.wanted.get(peer), transport, lambda: others, lambda line: None)
         await asyncio.sleep(self.start_seconds)
         has_begun = lambda: disk.has_begun  # noqa: E731
-        stage = LocalStage(entrance.line, entrance.seats, has_begun)
+        stage = LocalStage(entrance.line, entrance.seats, has_begun, has_begun)
         membership = self._membership(peer, transport, stage)
         assigner = StageAssigner(me, entrance.seats, membership, transport, keep=entrance.keep, has_begun=has_begun)
         BootstrapServer(transport, RunInfo(b"", b""), dict, assigner.assign)

@@ -52,5 +52,6 @@ def test_peer_moved_by_hand_stays_after_a_restart(tmp_path: Path, by_hand: bool)
     peer: Any = SimpleNamespace(config=SimpleNamespace(stage=None), state=StateDir.open(tmp_path), has_moved=False)
     peer.me = SimpleNamespace(peer="p")
     entrance: Any = SimpleNamespace(line=(), seats=None)
-    stage = local_stage(peer, entrance, 5, lambda: False)
+    chain: Any = SimpleNamespace(trained=5)
+    stage = local_stage(peer, entrance, chain, lambda: False)
     assert stage.placement.pinned == by_hand and read_stage(tmp_path) == 1

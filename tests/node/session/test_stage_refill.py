@@ -1,11 +1,17 @@
-"""An endorsement is a promise, kept over restarts: one seat of a number, and none of a lower one."""
+"""Which stages are lost; and an endorsement is a promise, kept over restarts: of each number one, of no lower one."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
-from node.membership.hello import SeatBase, StageSeat
-from node.session.stage_refill import COMING_SECONDS, Promises
+import pytest
+
+from node.membership.hello import UNPLACED, VERSION, Hello, SeatBase, StageSeat
+from node.membership.peer_record import NOTHING_SAID, PeerRecord
+from node.session.stage_refill import COMING_SECONDS, NEW_SECONDS, Promises, StageRefill
 from protocols.aio import loop_time
 from protocols.base import Member
 from tests.support.simulated import on_virtual_time
@@ -42,3 +48,52 @@ async def test_another_seat_waits_for_the_member_of_an_endorsed_one() -> None:
     assert promises.is_fresh(1) and not promises.is_fresh(0)
     await asyncio.sleep(COMING_SECONDS)
     assert not promises.is_fresh(1) and loop_time() > began
+
+
+def refill(*contacts: PeerRecord) -> StageRefill:
+    """Of a peer of stage 0 that sees these."""
+    seats: Any = SimpleNamespace(stages=2, counts=lambda seat: True, accepts=None)
+    membership: Any = SimpleNamespace(contacts=lambda: contacts)
+    nothing: Any = None
+    return StageRefill(
+        Member("x"),
+        0,
+        seats=seats,
+        membership=membership,
+        transport=cast("Any", SimpleNamespace(serve=lambda method, handler: None)),
+        promises=nothing,
+        view=nothing,
+        clock=nothing,
+        held=nothing,
+        base=nothing,
+        move=nothing,
+        begin=nothing,
+        say=nothing,
+    )
+
+
+def contact(live: bool, member: bool, rounds: int = 3, leaving: bool = False) -> PeerRecord:
+    hello = Hello(VERSION, bytes(32), Member("a", 4), 1, "a", (), 1, (seat(0),), b"")
+    said = replace(NOTHING_SAID, round=rounds, leaving=leaving, placement=(replace(UNPLACED, member=member),))
+    return PeerRecord("a", hello=hello, live=live, said=said, lost_at=loop_time())
+
+
+@pytest.mark.parametrize(
+    ("live", "member", "rounds", "leaving", "lost"),
+    [
+        (True, True, 3, False, False),
+        (True, False, 3, False, True),  # it has their rounds, and cannot become a member
+        (True, False, 0, False, True),  # a joiner
+        (False, True, 3, False, True),
+        (False, True, 3, True, False),  # away by its own wish
+    ],
+)
+@on_virtual_time
+async def test_stage_without_a_member_is_lost(live: bool, member: bool, rounds: int, leaving: bool, lost: bool) -> None:
+    watch = refill(contact(live, member, rounds, leaving))
+    watch._note_lost()
+    assert watch.lost_seconds(1) == 0.0
+    await asyncio.sleep(NEW_SECONDS + 1.0)
+    watch._note_lost()
+    await asyncio.sleep(100.0)
+    assert (watch.lost_seconds(1) >= 100.0) == lost and watch.lost_seconds(0) == 0.0
