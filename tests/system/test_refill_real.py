@@ -103,5 +103,5 @@ def test_lost_stage_begins_again_within_five_minutes(tmp_path: Path, restarts: b
         goes_on(driver, "with the new member of stage 1")
         assert time.monotonic() - began <= REFILL_SECONDS + GOES_ON_SECONDS
         assert member.reports()[-1]["refilled"] == {"1": int(found)}
-        stopped.start("--bootstrap", driver.address)
+        stopped.start("--bootstrap", driver.address, "--stage", "1")
         wait("it counts again", lambda: one_mean([member, stopped]) if stage_of(stopped) == 1 else None, 180, 0.5)
