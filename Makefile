@@ -55,7 +55,7 @@ SIM_CRASHES := $(addprefix sim-at-every-message-,crash silence one-way stall)
 SIM_OVERLAPS := $(addprefix sim-overlap-at-every-message-,crash silence one-way stall)
 SIM_PAUSES := $(addprefix sim-pauses-,butterfly push_sum data_parallel ring parameter_server parameter_server_async)
 SIM_PARTS := $(SIM_CRASHES) sim-pairs-of-crashes sim-calm sim-large sim-sixteen $(SIM_OVERLAPS) sim-overlap \
-	sim-breaking sim-leaving sim-votes sim-stages sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip \
+	sim-breaking sim-leaving sim-votes sim-stages sim-chains sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip \
 	sim-moshpit $(SIM_PAUSES) sim-pauses-stages
 .PHONY: sim-all $(SIM_PARTS)
 
@@ -89,7 +89,10 @@ sim-leaving:
 sim-votes:
 	$(BIN)/python -m tests.sim.scheduling --seeds 0:20000
 sim-stages:
-	$(BIN)/python -m tests.sim --stages 3 --peers 6 --rounds 4 --seeds 0:10 --faults calm
+	$(BIN)/python -m tests.sim --stages 3 --peers 6 --rounds 4 --seeds 0:6 --faults calm
+sim-chains:
+	$(BIN)/python -m tests.sim --stages 3 --peers 6 --rounds 4 --seeds 0:2 --faults chains --chains
+	$(BIN)/python -m tests.sim.crashes --stages 3 --peers 6 --chains --sample 15
 sim-closing:
 	$(BIN)/python -m tests.sim.closing --rounds 4,14 --seeds 0:2
 sim-gossip:

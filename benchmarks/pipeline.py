@@ -5,6 +5,7 @@
     python -m benchmarks.pipeline microbatches [--seeds 0:2]
     python -m benchmarks.pipeline silence [--seeds 0:6]
     python -m benchmarks.pipeline evaluation [--seeds 0:3]
+    python -m benchmarks.pipeline chains [--seeds 0:3]
 
 throughput  microbatches/s between two rounds, as a share of the capacity of all replicas of the slowest stage.
             `equal`: all replicas are equally fast. `1:4`: the four replicas of each stage have speeds 1, 2, 3 and 4
@@ -14,6 +15,9 @@ silence     one of two or three equal replicas of the middle stage falls silent,
             of 8 steps: the rate after it, as a share of the rate in the minute before
 evaluation  two replicas in each of three stages, 2 s a microbatch, rounds of 4 steps: the pause of a driver between two
             rounds without evaluation, with evaluation beside the next round, and with as many samples between both
+chains      two equal replicas in each of four stages at 20 Mbit/s, .1 s a microbatch, 128 tokens at width 512 in bf16:
+            a star, in which the driver carries all activations, beside a chain, in which stages pass them on; and the
+            driver's upload for each microbatch, beside the bytes that follow from the sizes
 
 `tests.sim` provides the peers, the protocol, and in `churn` the averaging, in virtual time. Links take 50 ms; a replica
 of speed 1 takes .4, 1 or 2 s for a microbatch. `columns` is the baseline: replica i of each stage forms a column with
@@ -36,6 +40,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from benchmarks.planning import PaddedStage
 from node.session.round_evaluator import RoundEvaluator
 from node.tasks.paced_stage import PacedStage
 from node.training.stage_learner import StageCompute
@@ -43,6 +48,9 @@ from node.training.stage_replica import StageSeconds
 from node.training.stage_trainer import DrivingTrainer, ServingTrainer
 from protocols.base import LocalProgress, Member, PeerId, Trainer
 from protocols.pipeline.held_out import MAX_SAMPLES, HeldOutLoss, usual_samples
+from protocols.pipeline.job import StageSizes
+from protocols.pipeline.settings import PipelineSettings
+from protocols.pipeline.ways import Chains
 from tests.sim import loop as simloop
 from tests.sim.arguments import Parser, seeds
 from tests.sim.faults import Crash, Faults
@@ -70,6 +78,10 @@ SILENT_REPLICAS = (2, 3)
 SILENT_WINDOWS = (0.0, 6.0, 10.0, 15.0, 20.0)
 EVALUATED_STEPS, EVALUATED_SECONDS, SLOW_SECONDS = 4, 2400.0, 2.0
 EVALUATIONS = ("none", "beside", "between")
+CHAIN_STAGES, CHAIN_LINK = 4, 20e6 / 8
+CHAIN_SIZES = StageSizes(activation_bytes=2 * 128 * 512, gradient_bytes=2 * 128 * 512, target_bytes=128)
+CHAIN_MICROBATCH_SECONDS, CHAIN_LOOKAHEAD = 0.1, (0, 8)
+CHAIN_WARM_SECONDS, CHAIN_SECONDS = 20.0, 80.0
 
 
 W = TypeVar("W", bound="MeasuredWorld")
@@ -372,25 +384,81 @@ def evaluation(numbers: Sequence[int]) -> None:
         )
 
 
+class ChainedWorld(MeasuredWorld):
+    """Payloads have the sizes of a model's. Counts what drivers send after the warm-up."""
+
+    def __init__(self, scenario: Scenario, seconds: float, chains: Chains) -> None:
+        super().__init__(scenario, seconds)
+        self._chains, self._sent = chains, 0
+
+    @property
+    def chains(self) -> Chains:
+        return self._chains
+
+    def pipeline(self) -> PipelineSettings:
+        return replace(super().pipeline(), sizes=CHAIN_SIZES)
+
+    def stage_compute(self, index: int, me: Member) -> StageCompute:
+        assert self.scenario.elements
+        stage = PaddedStage(self.scenario.elements, index, self.microbatch_tokens, f"{me.peer}/{me.incarnation}")
+        stage.sizes = CHAIN_SIZES
+        return stage
+
+    async def _wait(self, seconds: float) -> None:
+        await super()._wait(CHAIN_WARM_SECONDS)
+        self._sent -= self._sent_bytes()
+        await super()._wait(seconds - CHAIN_WARM_SECONDS)
+        self._sent += self._sent_bytes()
+
+    def _sent_bytes(self) -> int:
+        return sum(self.network.totals(peer)[0] for peer in self.of_stage(0))
+
+    @property
+    def upload_bytes(self) -> float:
+        """Of all drivers, for each microbatch."""
+        return self._sent / (self.rate(CHAIN_WARM_SECONDS) * (self._seconds - CHAIN_WARM_SECONDS))
+
+
+def chains(numbers: Sequence[int]) -> None:
+    """Print rates and the drivers' upload of both ways."""
+    print("| lookahead | seed | star | chain | ratio | upload in a star: of the formula | in a chain |")
+    print("|---" * 7 + "|")
+    rates = [[1 / CHAIN_MICROBATCH_SECONDS] * 2] * CHAIN_STAGES
+    for lookahead, seed in itertools.product(CHAIN_LOOKAHEAD, numbers):
+        scenario = scenario_of(rates, seed, 1_000_000, Faults(), lookahead=lookahead)
+        scenario = replace(scenario, uplinks=(CHAIN_LINK,) * scenario.peers)
+        ways = (Chains.NEVER, Chains.ALWAYS)
+        star, chain = (played(ChainedWorld(scenario, CHAIN_SECONDS, way)) for way in ways)
+        found = [world.rate(CHAIN_WARM_SECONDS) for world in (star, chain)]
+        shares = [world.upload_bytes / world.pipeline().upload_bytes(world is chain) for world in (star, chain)]
+        cells = (*(f"{rate:.2f}/s" for rate in found), f"{found[1] / found[0]:.2f}", *(f"{x:.3f}" for x in shares))
+        print(f"| {lookahead} | {seed} | {' | '.join(cells)} |", flush=True)
+
+
+PLAIN = {"silence": silence, "evaluation": evaluation, "chains": chains}
+"""Experiments that take seeds only."""
+EXPERIMENTS = ("throughput", "churn", "microbatches", *PLAIN)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline", description="Pipelines of unequal, unreliable peers.")
-    parser.add_argument("experiment", choices=("throughput", "churn", "microbatches", "silence", "evaluation"))
+    parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--seeds", type=seeds, default=range(3))
     parser.add_argument("--lookahead", type=int, default=0, help="A, microbatches of the next step (default: 0)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
     if options.lookahead < 0:
         parser.error(f"--lookahead is 0 or more, not {options.lookahead}")
-    if options.lookahead and options.experiment in ("silence", "evaluation"):
-        parser.error(f"{options.experiment} is measured without lookahead: leave it out")
-    if options.json and options.experiment in ("microbatches", "silence", "evaluation"):
+    if options.lookahead and options.experiment in PLAIN:
+        parser.error(f"{options.experiment} takes no lookahead: leave it out")
+    if options.json and options.experiment in ("microbatches", *PLAIN):
         parser.error(f"{options.experiment} writes no JSON: leave --json out")
     prepare()
     if options.experiment == "microbatches":
         microbatches(options.seeds, options.lookahead)
         return 0
-    if options.experiment in ("silence", "evaluation"):
-        (silence if options.experiment == "silence" else evaluation)(options.seeds)
+    if options.experiment in PLAIN:
+        PLAIN[options.experiment](options.seeds)
         return 0
     play = throughput if options.experiment == "throughput" else churn
     found = []

@@ -27,10 +27,11 @@ from protocols.base import BadPayload, Buffer, Host, Member, Settings
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.held_out import HeldOutLoss, usual_samples
-from protocols.pipeline.job import LeaseLost, VersionPassed
+from protocols.pipeline.job import LeaseLost, Payload, VersionPassed
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage, lacks_majority
+from protocols.pipeline.ways import Chains, Way
 from protocols.streams.endpoint import ProtocolEndpoint
 
 LAST_DRIVER_SECONDS = 60.0  # A stage whose own rounds are over leaves if stage 0 has no live peer for this time
@@ -43,6 +44,7 @@ class PipelineSession:
     """One stage's `trainer`, and all else that a session asks of it.
 
     `remote`, whose worker has started, computes. `host` is of the members of all stages, `chain` of this peer's stage.
+    `upload` is what this peer's line sends, bytes/s; 0 if it is not known.
     """
 
     sample_prompt = SAMPLE_PROMPT
@@ -58,6 +60,8 @@ class PipelineSession:
         membership: Membership,
         chain: Chain,
         is_leaving: Callable[[], bool],
+        upload: Callable[[], float],
+        say: Callable[[str], None],
         refilled: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         """`refilled` returns the rounds that were lost in each stage that has begun again."""
@@ -86,7 +90,8 @@ class PipelineSession:
         training = StageTraining(
             me, stage, remote, self._is_member, self._lacks_majority, self._watch, job_seconds=usual_seconds
         )
-        self.trainer = self._driving(training) if stage == 0 else self._serving(training)
+        on_way = lambda way: say(way.line)  # noqa: E731
+        self.trainer = self._driving(training, upload, on_way) if stage == 0 else self._serving(training)
         remote.on_lost, remote.on_restored = self.trainer.lose, self.trainer.resume
 
     def _is_member(self) -> bool:
@@ -103,14 +108,25 @@ class PipelineSession:
         change = self.change()
         return None if change is None else OuterVersion(self._trained(), change)
 
-    def _driving(self, training: StageTraining) -> DrivingTrainer:
-        membership, codec = self._membership, self._remote.codec
+    def _check(self, data: Buffer, payload: Payload) -> None:
+        """Raises `BadPayload` if what another replica gave does not decode."""
+        if self._remote.codec:
+            self._remote.codec.check(data, payload)
+
+    def _driving(
+        self, training: StageTraining, upload: Callable[[], float], on_way: Callable[[Way], None]
+    ) -> DrivingTrainer:
+        membership = self._membership
         driver = self._driver = PipelineDriver(
             self._endpoint,
             self._settings,
             work=self._work,
             directory=membership,
-            check=codec.check if codec else lambda data, payload: None,
+            check=self._check,
+            chains=Chains.AUTO,
+            upload=upload,
+            job_seconds=training.job_seconds,
+            on_way=on_way,
             watch=self._watch,
         )
         return DrivingTrainer(training, driver, membership.announce_rounds)
@@ -124,6 +140,7 @@ class PipelineSession:
             work=self._work,
             drivers=lambda: len(self._drivers()),
             trained=self._trained,
+            check=self._check,
             watch=self._watch,
         )
         self._clock = lambda: clock.rounds(self._drivers(), loop_time())

@@ -81,6 +81,8 @@ class StageParts:
             chain=self._chain,
             is_leaving=is_leaving,
             refilled=self._entrance.seats.lost_rounds,
+            upload=self._peer.limits.upload,
+            say=self._peer.view.say,
         )
 
     def beside(

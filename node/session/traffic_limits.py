@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -76,6 +77,13 @@ class TrafficLimits:
     def claim(self) -> float:
         """What this peer may declare as its bandwidth now, bytes/s."""
         return self._config.claim_bytes_per_second
+
+    def upload(self) -> float:
+        """What this peer's line sends, bytes/s: measured, else declared, within its cap; 0 if it is not known."""
+        measured, cap = self.traffic.upload_speed.bytes_per_second, self.traffic.upload.rate
+        known = measured if not math.isnan(measured) else self.claim() if self._config.declares_line else math.inf
+        line = min(known, math.inf if cap is None else cap)
+        return 0.0 if math.isinf(line) else line
 
     async def change(self, name: str, text: str) -> str:
         """Change a setting from now on, and keep it in the state directory. Returns a line for the user.

@@ -10,84 +10,58 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper, task_group
-from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerSilent, Stream, stage_scope
+from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerGone
 from protocols.pipeline.admission import Lease, StepAdmission
+from protocols.pipeline.calls import Abandoned, Call, CallStreams, NotCounted, StageIsBusy
+from protocols.pipeline.chained import ChainedMicrobatch
 from protocols.pipeline.held_out import HeldOutLoss
 from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob, StageWork, VersionPassed
 from protocols.pipeline.messages import (
+    CHAIN_METHOD,
     HEADER_LIMIT,
     METHOD,
     OUTER_METHOD,
-    Granted,
     JobInput,
     JobOutput,
     LeaseVoid,
     OuterOutput,
-    StageBusy,
-    StageRequest,
 )
 from protocols.pipeline.routing import ReplicaRouter
 from protocols.pipeline.settings import (
     CALL_FLOOR_SECONDS,
     CALL_LIMIT_SECONDS,
     CALL_MULTIPLE,
-    DRIVER_IDLE_SECONDS,
-    GRANT_SECONDS,
     MAX_FAILURES,
     MAX_REQUESTS,
     MICROBATCH_SECONDS,
-    STREAM_SECONDS,
     PipelineEvent,
     PipelineSettings,
     ignore_event,
 )
 from protocols.pipeline.stages import StageDirectory, by_stage
+from protocols.pipeline.ways import BrokenPairs, Chains, Load, LoadMeter, Way, chosen_way
 from protocols.streams.endpoint import ProtocolEndpoint
 from protocols.wire import expect
 
 T = TypeVar("T")
 
-ANSWER_SECONDS = 5.0  # Time to open a stream; and beyond a replica's own limit, for its answer to travel.
 LOOK_SECONDS = 1.0  # how often a driver that cannot call any replica looks again
 OUTER_RETRY_SECONDS = 0.25
 """How long a replica is left alone that could not compute with its outer parameters, or was busy."""
-
-
-class Abandoned(Exception):
-    """A microbatch is given up. What its earlier backwards have counted stays counted."""
-
-
-class NotCounted(Exception):
-    """A call has failed, and certainly counted nothing: it may be made again elsewhere."""
-
-
-class StageIsBusy(Exception):
-    """A replica has no place for the request now, or its outer parameters are behind."""
-
-    def __init__(self, retry_seconds: float) -> None:
-        super().__init__(f"busy for {retry_seconds:g} s")
-        self.retry_seconds = retry_seconds
-
-
-@dataclass(slots=True)
-class _Call:
-    member: Member
-    stage: int
-    stream: Stream
-    context: AbstractAsyncContextManager[Stream]
-    used_at: float
 
 
 class PipelineDriver:
     """Drives the microbatches of one peer of stage 0, and evaluates through the pipeline.
 
     `check` raises `BadPayload` if what a replica gave does not decode: else the next stage would blame the driver.
+    `upload` is that of this peer's line in bytes/s, `job_seconds` the time that this stage computes for a microbatch; 0
+    if they are not known. With `Chains.AUTO` they choose the way of a round's microbatches; `on_way` is told of the
+    first choice, and of each change.
     """
 
     def __init__(
@@ -98,6 +72,10 @@ class PipelineDriver:
         work: StageWork,
         directory: StageDirectory,
         check: Callable[[Buffer, Payload], None] = lambda data, payload: None,
+        chains: Chains = Chains.NEVER,
+        upload: Callable[[], float] = lambda: 0.0,
+        job_seconds: Callable[[], float] = lambda: 0.0,
+        on_way: Callable[[Way], None] = lambda way: None,
         watch: Callable[[PipelineEvent], None] = ignore_event,
     ) -> None:
         self.endpoint, self.settings, self.work, self.check = endpoint, settings, work, check
@@ -108,6 +86,8 @@ class PipelineDriver:
         outer_rng = endpoint.host.rng("pipeline outer")  # what a replica refuses here, it may well do in training
         self.outer_routers = {stage: ReplicaRouter(outer_rng, OUTER_RETRY_SECONDS) for stage in later}
         self._number = 0
+        self.way, self.meter, self.pairs = Way(False, ""), LoadMeter(), BrokenPairs()
+        self._chains, self._upload, self._job_seconds, self._on_way = chains, upload, job_seconds, on_way
 
     @property
     def without_replicas(self) -> tuple[int, ...]:
@@ -117,9 +97,31 @@ class PipelineDriver:
     async def run(self) -> None:
         """Keep the window full until cancelled. Then all streams are reset, and all leases end."""
         drivers = len(self._replicas()[0])
-        async with task_group() as group:
-            for _ in range(self.settings.window(drivers)):
-                group.create_task(_Lane(self).run())
+        self._choose_way()
+        self.meter.begin(loop_time())
+        try:
+            async with task_group() as group:
+                for _ in range(self.settings.window(drivers)):
+                    group.create_task(_Lane(self).run())
+        finally:
+            self.meter.end(loop_time())
+
+    def _choose_way(self) -> None:
+        meter, computing_seconds = self.meter, self.settings.stages * self._job_seconds()
+        load = Load(meter.rate, self._upload(), meter.trip_seconds, computing_seconds)
+        before = self.way
+        self.way = chosen_way(self.settings, self._chains, load, before.is_chain)
+        if self.way.why and (not before.why or before.is_chain != self.way.is_chain):
+            self._on_way(self.way)
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether the next microbatch goes in a chain. It does not while a live replica serves none."""
+        if not self.way.is_chain:
+            return False
+        me, now = self.endpoint.me, loop_time()
+        later = [member for stage, members in self._replicas().items() if stage for member in members]
+        return not any(self.pairs.has(me, member, now) for member in later)
 
     # -- evaluation and text ------------------------------------------------------------------------------------------
 
@@ -209,7 +211,10 @@ class _Lane:
     def __init__(self, driver: PipelineDriver, trained: int | None = None) -> None:
         """`trained` is for jobs without leases: the rounds whose result the outer parameters must have."""
         self._driver, self._settings, self._work, self._trained = driver, driver.settings, driver.work, trained or 0
-        self._streams = _Streams(driver, METHOD if trained is None else OUTER_METHOD)
+        self._streams, self._chained = (
+            CallStreams(driver.endpoint, driver.settings, method, driver.meter.opened)
+            for method in (METHOD if trained is None else OUTER_METHOD, CHAIN_METHOD)
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -218,6 +223,7 @@ class _Lane:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._streams.end(well=error is None)
+        await self._chained.end(well=error is None)
 
     async def run(self) -> None:
         async with self:
@@ -230,11 +236,20 @@ class _Lane:
 
     async def _microbatch(self, lease: Lease) -> None:
         deadline = loop_time() + MICROBATCH_SECONDS
-        held: list[_Call] = []
         try:
             drawn = await self._work.run(StageJob(JobKind.DRAW), lease)
             self._driver.report("forwarded", lease)
-            x, targets = drawn.payloads
+            await (self._chain if self._driver.is_chained else self._star)(drawn, lease, deadline)
+        except (Abandoned, LeaseLost, BadPayload) as error:
+            self._driver.report("abandoned", lease, str(error))
+        else:
+            self._driver.meter.done()
+            self._driver.report("done", lease)
+
+    async def _star(self, drawn: JobResult, lease: Lease, deadline: Deadline) -> None:
+        held: list[Call] = []
+        x, targets = drawn.payloads
+        try:
             for stage in range(1, self._settings.last):
                 call, result = await self._call(stage, StageJob(JobKind.FORWARD, (x,)), lease, deadline)
                 (x,) = result.payloads
@@ -245,13 +260,21 @@ class _Lane:
                 gradient = await self._backward(held[-1], gradient, lease, deadline)
                 held.pop()
             await self._work.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, last.loss), lease)
-        except (Abandoned, LeaseLost, BadPayload) as error:
-            self._driver.report("abandoned", lease, str(error))
-        else:
-            self._driver.report("done", lease)
         finally:
             for call in held:  # their replicas wait for a backward that will not come
                 await self._streams.reset(call)
+
+    async def _chain(self, drawn: JobResult, lease: Lease, deadline: Deadline) -> None:
+        chain = ChainedMicrobatch(
+            self._driver,
+            self._chained,
+            granted=lambda stage: self._granted(stage, lease, deadline, self._chained),
+            while_live=lambda stage, member, call: self._while_live(stage, member, lease, call),
+            deadline=deadline,
+        )
+        async with chain:
+            gradient, loss = await chain.through(*drawn.payloads)
+            await self._work.run(StageJob(JobKind.FINISH, (gradient,), drawn.number, loss), lease)
 
     async def through(
         self, x: Buffer, last: JobKind, *more: Buffer, number: int = 0, deadline: Deadline, exactly: bool = False
@@ -275,9 +298,7 @@ class _Lane:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    async def _call(
-        self, stage: int, job: StageJob, lease: Lease | None, deadline: Deadline
-    ) -> tuple[_Call, JobResult]:
+    async def _call(self, stage: int, job: StageJob, lease: Lease | None, deadline: Deadline) -> tuple[Call, JobResult]:
         """Ask replica after replica. `Abandoned`: too many failures, one that may count, or the deadline has passed."""
         router = self._router(stage, lease)
         for _ in range(MAX_FAILURES):
@@ -297,18 +318,23 @@ class _Lane:
                 return call, result
         raise Abandoned(f"{MAX_FAILURES} calls to stage {stage} failed")
 
-    async def _granted(self, stage: int, lease: Lease | None, deadline: Deadline) -> tuple[_Call, float]:
+    async def _granted(
+        self, stage: int, lease: Lease | None, deadline: Deadline, streams: CallStreams | None = None
+    ) -> tuple[Call, float]:
         """A replica that has a place for the job, and when it was asked. Raises `Abandoned`."""
-        failures, router = 0, self._router(stage, lease)
+        failures, router, streams = 0, self._router(stage, lease), streams or self._streams
         while failures < MAX_FAILURES:
             member, began = await self._driver.route(stage, router, deadline), loop_time()
             self._driver.tell("asked", lease, stage, member)
             try:
-                request = self._streams.request(stage, member, lease.number if lease else 0, self._trained)
+                request = streams.request(stage, member, lease.number if lease else 0, self._trained)
                 call = await self._while_live(stage, member, lease, request)
             except StageIsBusy as busy:
                 router.busy(member.peer, loop_time(), busy.retry_seconds)
-            except (PeerError, BadPayload):
+            except (PeerError, BadPayload) as error:
+                is_refused = isinstance(error, PeerGone) and streams is self._chained
+                if is_refused and await self._streams.reaches(stage, member):  # it serves no chains
+                    self._driver.pairs.add(self._driver.endpoint.me, member, loop_time())
                 router.failed(member.peer, loop_time())
                 failures += 1
             else:
@@ -319,7 +345,7 @@ class _Lane:
     def _router(self, stage: int, lease: Lease | None) -> ReplicaRouter:
         return (self._driver.routers if lease else self._driver.outer_routers)[stage]
 
-    async def _backward(self, call: _Call, gradient: Buffer, lease: Lease, deadline: Deadline) -> Buffer:
+    async def _backward(self, call: Call, gradient: Buffer, lease: Lease, deadline: Deadline) -> Buffer:
         """The gradient of the stage's input. Raises `Abandoned` if it failed, or the replica's weights have changed."""
         try:
             result = await self._exchange(call, StageJob(JobKind.BACKWARD, (gradient,)), lease, deadline)
@@ -331,7 +357,7 @@ class _Lane:
             raise Abandoned(f"its backward failed: {error}") from error
         return result.payloads[0]
 
-    async def _exchange(self, call: _Call, job: StageJob, lease: Lease | None, deadline: Deadline) -> JobResult:
+    async def _exchange(self, call: Call, job: StageJob, lease: Lease | None, deadline: Deadline) -> JobResult:
         seconds = CALL_LIMIT_SECONDS  # without a lease there is time until the replica is gone
         if lease:
             usual = self._driver.routers[call.stage].usual_seconds(call.member.peer)
@@ -349,7 +375,7 @@ class _Lane:
         finally:
             driver.tell("answered", lease, stage, member)
 
-    async def _send_and_receive(self, call: _Call, job: StageJob) -> JobResult:
+    async def _send_and_receive(self, call: Call, job: StageJob) -> JobResult:
         for sent in job.payloads:
             await call.stream.send(JobInput(job.kind.value, job.number), sent)
         received, loss, trained = [], 0.0, 0
@@ -368,7 +394,7 @@ class _Lane:
                 received.append(await self._payload(call, payload))
         return JobResult(tuple(received), loss=loss, trained=trained)
 
-    async def _payload(self, call: _Call, payload: Payload) -> bytearray:
+    async def _payload(self, call: Call, payload: Payload) -> bytearray:
         data = bytearray(self._settings.sizes.of(payload))
         await call.stream.receive_into(memoryview(data))
         self._driver.check(data, payload)
@@ -378,72 +404,3 @@ class _Lane:
 def _require_version(result: JobResult, trained: int, stage: int) -> None:
     if result.trained != trained:
         raise VersionPassed(f"stage {stage} has gone on from the parameters after {trained} rounds")
-
-
-class _Streams:
-    def __init__(self, driver: PipelineDriver, method: str) -> None:
-        self._endpoint, self._settings, self._method = driver.endpoint, driver.settings, method
-        self._open: dict[Member, _Call] = {}
-
-    async def request(self, stage: int, member: Member, number: int, trained: int) -> _Call:
-        """Ask a replica to admit a microbatch or, without a number, a job with its outer parameters.
-
-        Raises `StageIsBusy`, PeerError, BadPayload; no input was sent to it then.
-        """
-        request = StageRequest(self._settings.run, stage_scope(stage), self._endpoint.me, member, number, trained)
-        call = self._open.get(member)
-        if call and self._is_usable(call):
-            try:
-                return await self._ask(call, request)
-            except PeerError:
-                await self.reset(call)  # it may have closed a stream that was idle for long: try on a new one
-        elif call:
-            await self._close(call)
-        return await self._ask(await self._connect(stage, member), request)
-
-    async def reset(self, call: _Call, why: Exception | None = None) -> None:
-        """Break a stream off, which ends its lease at the replica, and names the replica if `why` is a broken rule."""
-        if self._open.get(call.member) is call:
-            del self._open[call.member]
-            error = why or PeerSilent(call.member.peer, "the microbatch was given up")
-            await call.context.__aexit__(type(error), error, None)
-
-    async def end(self, well: bool) -> None:
-        for call in tuple(self._open.values()):
-            await (self._close(call) if well else self.reset(call))
-
-    async def _ask(self, call: _Call, request: StageRequest) -> _Call:
-        seconds = ANSWER_SECONDS + (GRANT_SECONDS if request.number else 0.0)
-        try:
-            async with peer_timeout(seconds, call.member.peer, "admitting a microbatch"):
-                await call.stream.send(request)
-                answer = await call.stream.receive(HEADER_LIMIT)
-                if not isinstance(answer, StageBusy):
-                    expect(answer, Granted)
-        except (PeerError, BadPayload) as error:
-            await self.reset(call, error)
-            raise
-        except BaseException:
-            await self.reset(call)
-            raise
-        call.used_at = loop_time()
-        if isinstance(answer, StageBusy):
-            raise StageIsBusy(answer.retry_seconds)
-        return call
-
-    async def _connect(self, stage: int, member: Member) -> _Call:
-        deadline = loop_time() + STREAM_SECONDS
-        context = self._endpoint.open(member.peer, self._method, deadline)
-        async with peer_timeout(ANSWER_SECONDS, member.peer, "opening a stream"):
-            stream = await context.__aenter__()
-        call = self._open[member] = _Call(member, stage, stream, context, loop_time())
-        return call
-
-    def _is_usable(self, call: _Call) -> bool:
-        now = loop_time()
-        return now - call.used_at < DRIVER_IDLE_SECONDS and call.stream.deadline - now > MICROBATCH_SECONDS
-
-    async def _close(self, call: _Call) -> None:
-        del self._open[call.member]
-        with suppress(PeerError):
-            await call.context.__aexit__(None, None, None)

@@ -15,6 +15,24 @@ The last stage computes forward, loss and backward in one job. Instead of any an
                              <-     Granted, or StageBusy
     JobInput, x              ->
                              <-     OuterOutput, y
+
+In a chain replicas pass activations and gradients on to each other; the driver has a stream to each, and sends the
+first input and the targets only:
+
+    StageRequest             ->
+                             <-     ChainGranted (a ticket), or StageBusy
+    JobInput(forward), x     ->     to stage 1, and where no replica can pass the input on
+    JobInput(loss), targets  ->     to the last stage
+    NextHop                  ->     to the others: where the output goes; with an empty ticket it comes to the driver
+    LeaseVoid                ->     to the last stage: give the microbatch up, if its job has not begun
+                             <-     JobDone(forward); JobOutput, y, if it comes to the driver
+                             <-     HopFailed, or LeaseVoid; the driver may answer `HopFailed` with another NextHop
+    JobInput(backward), gy   ->     if the output came to the driver
+                             <-     JobDone(backward or loss); instead JobOutput, gx, if the input came from the driver
+
+    replica of stage k              replica of stage k + 1
+    HopInput, x              ->
+                             <-     JobOutput, gx; or LeaseVoid: the lease has ended
 """
 
 from __future__ import annotations
@@ -22,10 +40,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocols.base import Header, Member
-from protocols.wire import MAX_SECONDS, digest, one, real, register, text, uint
+from protocols.wire import MAX_SECONDS, blob, digest, flag, one, real, register, text, uint
 
 METHOD, OUTER_METHOD = "starling/stage/1", "starling/stage-outer/2"
+CHAIN_METHOD, HOP_METHOD = "starling/stage-chain/1", "starling/stage-hop/1"
 HEADER_LIMIT = 1024
+TICKET_BYTES = 16
 MAX_LOSS, MAX_TRAINED = 1e9, 1 << 40
 
 
@@ -78,9 +98,58 @@ class OuterOutput(Header):
 
 @dataclass(frozen=True, slots=True)
 class LeaseVoid(Header):
-    """The microbatch is not counted, see `LeaseLost`."""
+    """The microbatch is not counted, see `LeaseLost`. In a chain drivers send it, too: they need no count."""
 
     why: str = text(120)
 
 
+@dataclass(frozen=True, slots=True)
+class ChainGranted(Header):
+    """The stage before may send this microbatch's input, once, with this ticket. It is void when the lease ends."""
+
+    ticket: bytes = blob(TICKET_BYTES, TICKET_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class NextHop(Header):
+    """Send the output to this replica of the next stage. It replaces an earlier one."""
+
+    to: Member = one(Member)
+    ticket: bytes = blob(TICKET_BYTES)  # empty: send it to the driver, on this stream
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone(Header):
+    """The job is done. Its result goes to the replica of the next stage, or of the one before."""
+
+    kind: str = text(16)  # a value of `JobKind`
+    loss: float = real(-MAX_LOSS, MAX_LOSS)
+
+
+@dataclass(frozen=True, slots=True)
+class HopFailed(Header):
+    """The input that this ticket is for was not passed on, or its gradient did not come back.
+
+    Its receiver says so, too, of an input that does not decode. The lease stays.
+    """
+
+    ticket: bytes = blob(TICKET_BYTES, TICKET_BYTES)
+    reached: bool = flag()  # False: nothing has reached the next replica
+    why: str = text(120)
+
+
+@dataclass(frozen=True, slots=True)
+class HopInput(Header):
+    """The output of the stage before follows."""
+
+    run: bytes = digest()
+    scope: str = text(64)  # of the receiver's stage
+    sender: Member = one(Member)
+    to: Member = one(Member)
+    driver: Member = one(Member)
+    number: int = uint(1 << 48)  # with the driver, the microbatch
+    ticket: bytes = blob(TICKET_BYTES, TICKET_BYTES)
+
+
 register(176, (StageRequest, Granted, StageBusy, JobInput, JobOutput, LeaseVoid, OuterOutput))
+register(183, (ChainGranted, NextHop, JobDone, HopFailed, HopInput))

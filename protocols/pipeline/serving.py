@@ -10,11 +10,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
 
-from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper
-from protocols.base import BadPayload, Buffer, Header, Member, PeerSilent, Stream, stage_scope
-from protocols.peers.estimates import ewma
+from protocols.aio import peer_timeout, raise_when_gone, run_with_helper
+from protocols.base import BadPayload, Buffer, Header, Member, Stream, stage_scope
 from protocols.pipeline.admission import Lease, StepAdmission
+from protocols.pipeline.chain_serving import ChainServer
+from protocols.pipeline.hops import CheckPayload
 from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Place, StageJob, StageWork, VersionPassed
+from protocols.pipeline.leases import LeaseQueue
 from protocols.pipeline.messages import (
     HEADER_LIMIT,
     METHOD,
@@ -29,11 +31,8 @@ from protocols.pipeline.messages import (
 )
 from protocols.pipeline.settings import (
     CALL_LIMIT_SECONDS,
-    CONTENDED_LEASE_SECONDS,
-    GRANT_SECONDS,
-    LEASE_MULTIPLE,
-    LEASE_SECONDS,
     MAX_REQUESTS,
+    RETRY_SECONDS,
     SERVER_IDLE_SECONDS,
     PipelineEvent,
     PipelineSettings,
@@ -44,15 +43,13 @@ from protocols.wire import expect
 
 Serve: TypeAlias = Callable[[Stream, StageRequest], Awaitable[None]]
 
-GAIN = 0.2
-RETRY_SECONDS = 0.25  # when a driver that was refused may ask again
-
 
 class StageServer:
     """Serves the jobs of all drivers at one replica.
 
     The endpoint is of the whole run's members, bound to no round: it checks the sender and the receiver. `drivers` is
     the number of live peers of stage 0, `trained` that of training rounds whose result the outer parameters have.
+    `check` raises `BadPayload` if what another replica gave does not decode.
     """
 
     def __init__(
@@ -64,19 +61,30 @@ class StageServer:
         work: StageWork,
         drivers: Callable[[], int],
         trained: Callable[[], int] = lambda: 0,
+        check: CheckPayload = lambda data, payload: None,
         watch: Callable[[PipelineEvent], None] = ignore_event,
     ) -> None:
         self._endpoint, self._settings, self._stage, self._work = endpoint, settings, stage, work
-        self._drivers, self._trained, self._watch = drivers, trained, watch
+        self._trained, self._watch = trained, watch
         self.admission = StepAdmission(settings.batches, self._tell, settings.lookahead)
-        self._queue: list[StageRequest] = []  # of drivers that wait for a place, first come first
-        self._usual_seconds = LEASE_SECONDS / LEASE_MULTIPLE  # from the grant of a lease to its count
+        self._leases = LeaseQueue(self.admission, drivers)
         place = Place.LAST if stage == settings.last else Place.MIDDLE
         kinds = [kind for kind in JobKind if kind.place is place and kind.is_outer]
         self._outer_kinds = [kind for kind in kinds if all(map(settings.sizes.of, kind.takes + kind.gives))]
         self._outer_jobs = 0
         endpoint.serve(METHOD, StageRequest, partial(self._serve, self._serve_leased))
         endpoint.serve(OUTER_METHOD, StageRequest, partial(self._serve, self._compute_outer))
+        if settings.stages > 2:
+            ChainServer(
+                endpoint,
+                settings,
+                stage=stage,
+                work=work,
+                leases=self._leases,
+                check_request=self._check_leased,
+                check=check,
+                tell=self._tell,
+            )
 
     # -- one stream ---------------------------------------------------------------------------------------------------
 
@@ -99,10 +107,14 @@ class StageServer:
         if (request.sender, request.to) != (driver, self._endpoint.me):
             raise BadPayload("a request in another name than the stream's first one")
 
-    async def _serve_leased(self, stream: Stream, request: StageRequest) -> None:
+    def _check_leased(self, driver: Member, request: StageRequest) -> None:
+        self._check(driver, request)
         if not request.number:
             raise BadPayload("a request for a place without a microbatch")
-        lease = await self._granted(request)
+
+    async def _serve_leased(self, stream: Stream, request: StageRequest) -> None:
+        self._check_leased(request.sender, request)
+        lease = await self._leases.granted(request)
         if lease is None:
             await stream.send(StageBusy(RETRY_SECONDS))
             return
@@ -110,25 +122,6 @@ class StageServer:
             await self._microbatch(stream, lease)
         finally:
             lease.end()
-
-    async def _granted(self, request: StageRequest) -> Lease | None:
-        """Wait for a place. Of several drivers that could have one, the one that has waited longest gets it."""
-        admission, queue = self.admission, self._queue
-        queue.append(request)
-
-        def is_next() -> bool:
-            drivers, now = self._drivers(), loop_time()
-            return next((each for each in queue if admission.may_grant(each.sender, drivers, now)), None) is request
-
-        try:
-            # between two rounds, or while it catches up, other replicas may well have places
-            await admission.changed.reached(lambda: not admission.is_open or is_next(), loop_time() + GRANT_SECONDS)
-            if not is_next():
-                return None
-            return admission.grant(request.sender, request.number, loop_time())
-        finally:
-            queue.remove(request)
-            admission.changed.notify()
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -164,7 +157,7 @@ class StageServer:
         except LeaseLost as lost:
             await stream.send(LeaseVoid(str(lost)[:120]))
             return
-        self._usual_seconds = ewma(self._usual_seconds, loop_time() - lease.granted_at, GAIN)
+        self._leases.returned(lease)
 
     async def _there_and_back(self, stream: Stream, lease: Lease) -> None:
         job = await self._receive(stream, JobKind.FORWARD)
@@ -202,27 +195,15 @@ class StageServer:
             await stream.send(JobOutput(result.loss), payload)
 
     async def _within_lease(self, stream: Stream, lease: Lease) -> JobInput:
-        """The backward's header, for which the replica waits as long as the lease lasts; then its place is free."""
-
-        async def until_expired() -> None:
-            while (left := lease.granted_at + self._lease_seconds() - loop_time()) > 0:
-                contended = bool(self._queue)
-                await self.admission.changed.reached(lambda: bool(self._queue) != contended, loop_time() + left)  # noqa: B023
-            if not self.admission.lets_leases_expire(lease.driver):  # else such a driver would make all leases long
-                self._usual_seconds = ewma(self._usual_seconds, loop_time() - lease.granted_at, GAIN)
-            self.admission.expire(lease, loop_time())
-            raise PeerSilent(stream.peer, "did not send a microbatch's gradient in time")
-
-        header: Header = await run_with_helper(stream.receive(HEADER_LIMIT), until_expired())
+        """The backward's header, for which the replica waits as long as the lease lasts."""
+        header: Header = await run_with_helper(
+            stream.receive(HEADER_LIMIT), self._leases.until_expired(lease, stream.peer)
+        )
         if not isinstance(header, JobInput) or header.kind != JobKind.BACKWARD.value:
             raise BadPayload(f"{type(header).__name__} where a microbatch's gradient is due")
         return header
 
-    def _lease_seconds(self) -> float:
-        if not self._queue:
-            return LEASE_SECONDS
-        return min(LEASE_SECONDS, max(CONTENDED_LEASE_SECONDS, LEASE_MULTIPLE * self._usual_seconds))
-
-    def _tell(self, kind: str, lease: Lease) -> None:
+    def _tell(self, kind: str, lease: Lease, sender: Member | None = None) -> None:
         me = self._endpoint.me
-        self._watch(PipelineEvent(kind, lease.driver, lease.number, self._stage, me, lease.epoch))
+        event = PipelineEvent(kind, lease.driver, lease.number, self._stage, me, lease.epoch, sender=sender)
+        self._watch(event)

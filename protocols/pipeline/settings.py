@@ -21,8 +21,12 @@ usual, at least CONTENDED_LEASE_SECONDS. A step needs every lease to end, so one
 SERVER_IDLE_SECONDS, DRIVER_IDLE_SECONDS = 60.0, 30.0
 """How long a stream without a request stays open. The driver drops its own first, so it rarely meets a closed one."""
 STREAM_SECONDS = 1800.0
+RETRY_SECONDS = 0.25  # when a driver that was refused may ask again
 MAX_REQUESTS = 2
 """Jobs with outer parameters that a replica computes at once, and held-out microbatches that a driver has in flight."""
+PAIR_SECONDS = 600.0
+"""How long a driver remembers that a replica cannot reach another, or serves no chains, and carries their data itself.
+"""
 MAX_FAILURES = 4  # Failed calls to a stage after which a microbatch is abandoned. "Busy" does not count as one.
 
 
@@ -44,6 +48,12 @@ class PipelineSettings:
     def last(self) -> int:
         return self.stages - 1
 
+    def upload_bytes(self, is_chain: bool) -> int:
+        """That a driver sends for each microbatch, headers left out."""
+        sizes = self.sizes
+        passed_on = 0 if is_chain else (self.stages - 2) * (sizes.activation_bytes + sizes.gradient_bytes)
+        return sizes.activation_bytes + sizes.target_bytes + passed_on
+
     def window(self, drivers: int) -> int:
         """W, microbatches that one of `drivers` drivers keeps in flight."""
         return max(1, min(self.batches + self.lookahead, MAX_WINDOW, MAX_STREAMS // max(1, drivers)))
@@ -53,9 +63,9 @@ class PipelineSettings:
 class PipelineEvent:
     """Something that became of a microbatch, for checkers and logs.
 
-    At a replica: `granted`, `forwarded`, `counted`, `ended` (a lease that was not counted), `stepped`, `voided` (all
-    leases, and what is counted since the last step). At a driver, too: `asked` (a replica, for a place), `waiting` (for
-    its answer), `answered` (or the call has failed), `done`, `abandoned`.
+    At a replica: `granted`, `handed` (its input by the stage before), `forwarded`, `counted`, `ended` (a lease that was
+    not counted), `stepped`, `voided` (all leases, and what is counted since the last step). At a driver, too: `asked`
+    (a replica, for a place), `waiting` (for its answer), `answered` (or the call has failed), `done`, `abandoned`.
     """
 
     kind: str
@@ -65,6 +75,7 @@ class PipelineEvent:
     replica: Member  # of `asked`, `waiting` and `answered`, the one that is called
     epoch: int  # of the replica's weights, from `forwarded` on of the forward's; of these three, of the driver's
     why: str = ""  # of `abandoned`, in a few words
+    sender: Member | None = None  # of `handed`: the replica of the stage before
 
 
 def ignore_event(event: PipelineEvent) -> None:

@@ -25,6 +25,8 @@ BULK_METHODS = frozenset(
         "starling/parameter-server/1",
         "starling/push-sum/share/1",
         "starling/ring/1",
+        "starling/stage-chain/1",
+        "starling/stage-hop/1",
         "starling/stage-outer/2",
         "starling/stage/1",
         "starling/sync/1",

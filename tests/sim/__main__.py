@@ -28,7 +28,7 @@ from tests.sim.world import Outcome, play
 from tests.support.checkers import Violation
 
 MAX_VIOLATIONS = 50
-LIES, DIRECTORY = "lies", "directory"
+LIES, DIRECTORY, CHAINS = "lies", "directory", "chains"
 GROUPS = {"calm": CALM, "breaking": tuple(BREAKING), "all": FAULTS}
 
 
@@ -54,6 +54,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
     parser.add_argument("--batches", type=at_least_one, default=4, help="microbatches of a step, with stages")
     parser.add_argument("--lookahead", type=int, default=0, help="microbatches of the next step, with stages")
+    parser.add_argument("--chains", action="store_true", help="stages pass activations on to each other")
     parser.add_argument("--overlap", action="store_true", dest="overlaps", help="train on while a round averages")
     parser.add_argument("--fragments", type=at_least_one, default=1, help="of the vector, averaged in turn")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
@@ -79,7 +80,7 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 
 def _scenario(options: argparse.Namespace, fault: str, seed: int) -> Scenario:
     names = ["protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"]
-    names += ["lookahead", "overlaps", "fragments"]
+    names += ["lookahead", "chains", "overlaps", "fragments"]
     return Scenario(**{name: getattr(options, name) for name in names}, seed=seed, fault=fault)
 
 
@@ -89,6 +90,8 @@ def _felt(fault: str, options: argparse.Namespace) -> bool:
         return False
     if fault == LIES:
         return options.protocol in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES)
+    if fault == CHAINS:
+        return bool(options.chains)
     return fault != DIRECTORY or options.directory  # without directory, these are the faults of `crash`
 
 
@@ -97,7 +100,7 @@ def replay(scenario: Scenario) -> str:
     rest = (" --directory" if scenario.directory else "") + (f" --pull {scenario.pull:g}" if scenario.pull else "")
     if scenario.stages > 1:
         rest += f" --stages {scenario.stages} --batches {scenario.batches} --lookahead {scenario.lookahead}"
-    rest += " --overlap" * scenario.overlaps
+    rest += " --chains" * scenario.chains + " --overlap" * scenario.overlaps
     rest += f" --fragments {scenario.fragments}" if scenario.fragments > 1 else ""
     return (
         f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"

@@ -143,6 +143,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of latencies and of the order of messages")
     parser.add_argument("--directory", action="store_true", help="Moshpit: in pairs, found in the directory")
     parser.add_argument("--stages", type=at_least_one, default=1, help="of a pipeline: peer i is in stage i mod stages")
+    parser.add_argument("--chains", action="store_true", help="stages pass activations on to each other")
     parser.add_argument("--end", action="store_true", help="gossip and push_sum: in the closing exchanges of the run")
     parser.add_argument("--overlap", action="store_true", dest="overlaps", help="train on while the round averages")
     parser.add_argument("--fragments", type=at_least_one, default=1, help="of the vector, averaged in turn")
@@ -166,13 +167,14 @@ def _scenario(options: argparse.Namespace) -> Scenario:
     if options.overlaps:  # steps that are shorter than averaging, or there would be nothing to overlap
         steps = tuple(seconds / 20 for seconds in scenario.step_seconds or ())
         scenario = replace(scenario, overlaps=True, step_seconds=steps, inner_steps=16)
-    return replace(scenario, directory=options.directory, fragments=options.fragments)
+    return replace(scenario, directory=options.directory, fragments=options.fragments, chains=options.chains)
 
 
 def replay(options: argparse.Namespace, verdict: Verdict) -> str:
     where = ",".join(str(point) for point in verdict.points)
     directory = (" --directory" if options.directory else "") + (" --end" if options.end else "")
     directory += (f" --stages {options.stages}" if options.stages > 1 else "") + " --overlap" * options.overlaps
+    directory += " --chains" * options.chains
     directory += f" --fragments {options.fragments}" if options.fragments > 1 else ""
     return (
         f"python -m tests.sim.crashes --protocol {options.protocol} --peers {options.peers} --kind {options.kind}"

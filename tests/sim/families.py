@@ -126,6 +126,21 @@ def pausing(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faul
     return faults + crash(rng, peers, seconds) if rng.random() < 0.5 else faults
 
 
+def chains(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Neighbours in the list, which are of stages one after the other, cannot open streams to each other, some of them
+    until the healing; some peers crash, some links stall, some streams are reset.
+    """
+    faults = Faults()
+    for _ in range(rng.randint(1, len(peers))):
+        index = rng.randrange(len(peers))
+        pair = peers[index], peers[(index + 1) % len(peers)]
+        if pair[0] != pair[1]:
+            faults = faults.apart(*pair, rng.uniform(0.0, seconds), rng.choice((None, rng.uniform(0.1, seconds))))
+    for draw in rng.sample((crash, stall, reset), rng.randint(0, 2)):
+        faults += draw(rng, peers, seconds)
+    return faults
+
+
 def _two(rng: random.Random, peers: Sequence[PeerId]) -> tuple[PeerId, PeerId]:
     if len(peers) < 2:
         return peers[0], peers[0]
@@ -143,6 +158,7 @@ BREAKING: dict[str, Draw] = {
     "directory": directory,
     "mixed": mixed,
     "pausing": pausing,
+    "chains": chains,
 }
 """Families under which rounds may fail until all faults are healed."""
 

@@ -106,7 +106,20 @@ class Pause:
     away: bool = False
 
 
-Fault: TypeAlias = Crash | Restart | Cut | Reset | Slow | Mislead | Pause | Skew | Lie
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Neither of two peers can open a stream to the other, for `lasts` seconds; None: until the healing.
+
+    Streams that are open stay so: the two reach each other through routers that let no new connection through.
+    """
+
+    peer: PeerId
+    other: PeerId
+    at: Moment
+    lasts: float | None = None
+
+
+Fault: TypeAlias = Crash | Restart | Cut | Reset | Slow | Mislead | Pause | Apart | Skew | Lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +179,9 @@ class Faults:
     ) -> Faults:
         return self.also(Pause(peer, _moment(peer, at, at_message), lasts, away))
 
+    def apart(self, peer: PeerId, other: PeerId, at: float, lasts: float | None = None) -> Faults:
+        return self.also(Apart(peer, other, at, lasts))
+
     def skew(self, peer: PeerId, seconds: float) -> Faults:
         return self.also(Skew(peer, seconds))
 
@@ -189,6 +205,8 @@ class Faults:
         for fault in self.events:
             if isinstance(fault, Cut):
                 named.update(fault.sources, fault.targets)
+            elif isinstance(fault, Apart):
+                named.update((fault.peer, fault.other))
             elif not isinstance(fault, Mislead):
                 named.add(fault.peer)
         return named

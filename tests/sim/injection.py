@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from node.outer.activity import Activity
 from protocols.base import PeerId
-from tests.sim.faults import Crash, Cut, Fault, Faults, Message, Mislead, Pause, Reset, Restart, Slow
+from tests.sim.faults import Apart, Crash, Cut, Fault, Faults, Message, Mislead, Pause, Reset, Restart, Slow
 from tests.sim.host import DirectoryFaults
 from tests.sim.network import SimNetwork
 
@@ -34,7 +34,7 @@ class Injector:
     def start(self) -> None:
         self._context = contextvars.copy_context()  # of no process, so that no kill cancels what a fault starts
         for fault in self.faults.dated():
-            assert isinstance(fault, Crash | Restart | Cut | Reset | Slow | Mislead | Pause)
+            assert isinstance(fault, Crash | Restart | Cut | Reset | Slow | Mislead | Pause | Apart)
             if isinstance(fault.at, Message):
                 self._at_messages.setdefault((fault.at.peer, fault.at.number), []).append(fault)
             else:
@@ -48,6 +48,7 @@ class Injector:
         for timer in self._timers:
             timer.cancel()
         self._cuts.clear()
+        network.apart.clear()
         for source, target in list(network.links):
             network.heal(source, target)
         for node in network.nodes.values():
@@ -87,6 +88,9 @@ class Injector:
             case Pause(peer):
                 self._pause(peer, Activity.AWAY if fault.away else Activity.REST)
                 self._later(fault.lasts, self._pause, peer, Activity.WORK)
+            case Apart(peer, other):
+                network.apart |= {(peer, other), (other, peer)}
+                self._later(fault.lasts, network.apart.difference_update, {(peer, other), (other, peer)})
             case Mislead():
                 self._mislead(fault)
                 self._later(fault.lasts, self._mislead, Mislead(0.0, 0.0, 0.0, 0.0))

@@ -82,6 +82,8 @@ class SimNetwork:
         self.transports: dict[PeerId, SimTransport] = {}
         self.links: dict[tuple[PeerId, PeerId], Link] = {}
         self.contacts = Contacts(self)
+        self.apart: set[tuple[PeerId, PeerId]] = set()
+        """Pairs of an opener and a peer whose new streams are refused."""
         self.bugs: list[Exception] = []
         self.watch: Watch | None = None
         self._jitter = jitter
@@ -176,7 +178,8 @@ class SimNetwork:
         target = self.nodes.get(peer)
         if target and self._held_up(node.peer, target, lambda: self._knock(node, peer, method, answer)):
             return
-        if target is None or not target.process.alive or method not in target.handlers:
+        is_refused = (node.peer, peer) in self.apart
+        if target is None or not target.process.alive or method not in target.handlers or is_refused:
             self.travel(peer, node.peer, lambda: self._answered(node, peer, None, answer))
             return
         self._streams += 1

@@ -26,6 +26,7 @@ from protocols.pipeline.job import Payload
 from protocols.pipeline.serving import StageServer
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock, StageMembers, by_stage, lacks_majority
+from protocols.pipeline.ways import Chains
 from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS
@@ -120,6 +121,10 @@ class PipelineWorld(World):
     def pipeline(self) -> PipelineSettings:
         return PipelineSettings(RUN, self.scenario.stages, self.scenario.batches, SIZES, self.scenario.lookahead)
 
+    @property
+    def chains(self) -> Chains:
+        return Chains.ALWAYS if self.scenario.chains else Chains.NEVER
+
     def check_payload(self, data: Buffer, payload: Payload) -> None:
         """Nothing: the hashes of the paced task are always finite."""
 
@@ -153,7 +158,13 @@ class PipelineWorld(World):
         endpoint = ProtocolEndpoint(host, averaging)
         if stage == 0:
             driver = PipelineDriver(
-                endpoint, settings, work=work, directory=directory, check=self.check_payload, watch=self.watch
+                endpoint,
+                settings,
+                work=work,
+                directory=directory,
+                check=lambda data, payload: self.check_payload(data, payload),
+                chains=self.chains,
+                watch=self.watch,
             )
             self.drivers[me.peer] = driver
             self.admissions[me] = driver.admission
@@ -170,6 +181,7 @@ class PipelineWorld(World):
             work=work,
             drivers=lambda: len(drivers()),
             trained=lambda: self.trained_rounds(me.peer),
+            check=lambda data, payload: self.check_payload(data, payload),
             watch=self.watch,
         )
         self.admissions[me] = server.admission

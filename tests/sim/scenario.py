@@ -42,6 +42,7 @@ class Scenario:
         stages: of a pipeline; peer i is in stage i mod `stages`. 1: no pipeline.
         batches: microbatches of an inner step, with more than one stage.
         lookahead: microbatches of the next inner step that a replica of a stage admits.
+        chains: whether replicas of stages pass activations on to each other.
         overlaps: whether peers train on while a round averages.
         fragments: of the vector, which rounds average in turn.
     """
@@ -66,6 +67,7 @@ class Scenario:
     stages: int = 1
     batches: int = 4
     lookahead: int = 0
+    chains: bool = False
     overlaps: bool = False
     fragments: int = 1
 
@@ -94,6 +96,8 @@ class Scenario:
             raise ValueError("stages go neither with overlap nor with fragments")
         if self.lookahead < 0 or (self.lookahead and self.stages == 1):
             raise ValueError(f"lookahead is of stages, 0 or more: {self.stages} stages, {self.lookahead}")
+        if self.chains and self.stages < 3:
+            raise ValueError(f"chains need at least three stages, not {self.stages}")
         if not 1 <= self.stages <= self.peers or self.batches < 1:
             raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
 

@@ -42,7 +42,7 @@ class ScenarioSetup:
         pace_seconds: of an inner step; `slow` says it for single peers.
         every_rounds: peers restart from disks; before each round that it divides they write a checkpoint.
         uplinks: bytes/s of each peer; None: the same for all.
-        stages, batches, lookahead: of a pipeline, as in `Scenario`; fragments, too.
+        stages, batches, lookahead, chains: of a pipeline, as in `Scenario`; fragments, too.
     """
 
     peers: int
@@ -64,6 +64,7 @@ class ScenarioSetup:
     batches: int = 4
     lookahead: int = 0
     fragments: int = 1
+    chains: bool = False
 
     def scenario(self) -> Scenario:
         return Scenario(
@@ -79,6 +80,7 @@ class ScenarioSetup:
             batches=self.batches,
             lookahead=self.lookahead,
             fragments=self.fragments,
+            chains=self.chains,
         )
 
 

@@ -6,6 +6,8 @@ same-weights      a count follows a grant and a forward of the same replica, in 
                   or, with lookahead A, the one before, if a step lies between them
 full-steps        counted + leased never exceeds B + A; a step holds B to B + A microbatches, and leaves no lease whose
                   forward is more than one step old; without lookahead no lease at all
+hops              what a replica takes from the stage before comes from one that has forwarded the microbatch; it has a
+                  lease for it, and takes it once
 tokens            the tokens that a peer offers are those of the microbatches that it has stepped on since its anchor
 calls             no call lasts for more than a second after its driver has lost the replica
 accounted         each microbatch that a driver started is done, abandoned with a reason, or was in flight at its end
@@ -31,6 +33,7 @@ class _Replica:
     """One replica's present step."""
 
     leased: dict[Microbatch, int | None] = field(default_factory=dict)  # -> the epoch of its forward
+    handed: set[Microbatch] = field(default_factory=set)  # of those that are leased
     counted: set[Microbatch] = field(default_factory=set)
     epoch: int = 0
     oldest: int = 0  # epoch of the weights in which a backward may run
@@ -44,6 +47,7 @@ class PipelineJudge:
         self.counted: list[set[Microbatch]] = [set() for _ in range(settings.stages)]
         self.ended: dict[Microbatch, str] = {}
         self.started: set[Microbatch] = set()
+        self._forwarders: dict[Microbatch, set[tuple[int, Member]]] = {}  # stages and replicas
         self._settings = settings
         self._replicas: dict[Member, _Replica] = {}
 
@@ -65,6 +69,7 @@ class PipelineJudge:
     def _granted(self, event: PipelineEvent, replica: _Replica) -> None:
         microbatch = event.origin, event.number
         replica.leased[microbatch] = None
+        replica.handed.discard(microbatch)
         if event.stage == 0:
             self.started.add(microbatch)
             if len(replica.leased) > self._settings.window(1):
@@ -72,8 +77,19 @@ class PipelineJudge:
         if len(replica.leased) + len(replica.counted) > self._settings.batches + self._settings.lookahead:
             self._violate("full-steps", event, f"{len(replica.leased)} leased beside {len(replica.counted)} counted")
 
+    def _handed(self, event: PipelineEvent, replica: _Replica) -> None:
+        microbatch = event.origin, event.number
+        if event.sender is None or (event.stage - 1, event.sender) not in self._forwarders.get(microbatch, ()):
+            self._violate("hops", event, f"from {event.sender}, which has not forwarded it in the stage before")
+        if microbatch not in replica.leased:
+            self._violate("hops", event, "without a lease")
+        if microbatch in replica.handed:
+            self._violate("hops", event, "a second time")
+        replica.handed.add(microbatch)
+
     def _forwarded(self, event: PipelineEvent, replica: _Replica) -> None:
         microbatch = event.origin, event.number
+        self._forwarders.setdefault(microbatch, set()).add((event.stage, event.replica))
         if microbatch in replica.leased:  # else its driver was lost meanwhile
             replica.leased[microbatch] = event.epoch
 

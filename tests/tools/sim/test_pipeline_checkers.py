@@ -15,7 +15,9 @@ from protocols.aio import raise_when_gone
 from protocols.base import Member
 from protocols.pipeline import driving
 from protocols.pipeline.admission import Lease
+from protocols.pipeline.hops import HopReceiver, HopTicket
 from protocols.pipeline.job import JobKind, StageJob
+from protocols.pipeline.messages import HopInput
 from protocols.pipeline.settings import PipelineEvent, PipelineSettings
 from protocols.pipeline.stages import StageClock
 from tests.sim import world as worlds
@@ -52,6 +54,25 @@ def test_play_with_lookahead_is_clean_and_a_backward_in_later_weights_is_found(m
     monkeypatch.setattr(Lease, "is_stale", property(lambda self: False))
     with pytest.raises(WrongWeights):
         play(LOOKING_AHEAD, PipelineWorld)
+
+
+valid_ticket = HopReceiver._valid
+
+
+def latest_ticket(self: HopReceiver, asked: HopInput) -> HopTicket:
+    return next(reversed(self._tickets.values()), None) or valid_ticket(self, asked)
+
+
+@pytest.mark.parametrize("valid, invariants", [(valid_ticket, set()), (latest_ticket, {"hops"})])
+def test_play_with_chains_is_clean_and_an_input_of_another_microbatch_is_found(
+    valid: Any, invariants: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient goes back where the input came from: no weights are wrong, and only the ids are."""
+    monkeypatch.setattr(PipelineWorld, "goes_on", rounds(2))
+    monkeypatch.setattr(HopReceiver, "_valid", valid)
+    chained = replace(SCENARIO, peers=6, stages=3, batches=4, chains=True)
+    found = {violation.invariant for violation in play(chained, PipelineWorld).violations}
+    assert found >= invariants and bool(found) == bool(invariants)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +204,28 @@ PLANTED_AHEAD: dict[str, tuple[str, tuple[PipelineEvent, ...]]] = {
 }
 
 
+def handed(number: int = 1, sender: Member = REPLICA) -> PipelineEvent:
+    return replace(event("handed", 2, number, OTHER), sender=sender)
+
+
+CHAINED = PipelineSettings(bytes(32), 3, 2, SIZES)
+HANDED = (*STARTED, event("forwarded", 1), event("granted", 2, 1, OTHER), handed())
+PLANTED_CHAINS: dict[str, tuple[str, tuple[PipelineEvent, ...]]] = {
+    "handed on before its forward": ("hops", (*STARTED, event("granted", 2, 1, OTHER), handed())),
+    "handed on by another replica": ("hops", (*HANDED[:-1], handed(sender=DRIVER))),
+    "handed on without a lease": ("hops", (*STARTED, event("forwarded", 1), handed())),
+    "handed on twice": ("hops", (*HANDED, handed())),
+}
+
+
 @pytest.mark.parametrize(
     "settings, invariant, events",
     [
         *((SETTINGS, *each) for each in PLANTED.values()),
         *((AHEAD, *each) for each in PLANTED_AHEAD.values()),
+        *((CHAINED, *each) for each in PLANTED_CHAINS.values()),
     ],
-    ids=(*PLANTED, *PLANTED_AHEAD),
+    ids=(*PLANTED, *PLANTED_AHEAD, *PLANTED_CHAINS),
 )
 def test_planted_events_are_found(
     settings: PipelineSettings, invariant: str, events: tuple[PipelineEvent, ...]
@@ -202,3 +238,5 @@ def test_clean_events_pass() -> None:
     assert not check(timed(DONE), SETTINGS, [DRIVER])
     late = (*LATE, *counted(3, 1, 0), *stepped(1), *counted(5, 2, 1))
     assert not check(timed(late), AHEAD, [DRIVER])
+    whole = *HANDED, event("counted", 2, 1, OTHER), event("counted", 1), event("counted", 0), event("done", 0)
+    assert not check(timed(whole), CHAINED, [DRIVER])
