@@ -90,6 +90,9 @@ class SimLoop(asyncio.BaseEventLoop):
         """Stand in for the selector: nothing arrives from outside, so to wait is to advance the time."""
         if timeout is None:
             raise SimDeadlock(f"nothing is ready and no timer is set at {self._now:.3f} s")
+        timers = self._scheduled  # type: ignore[attr-defined]
+        if timers and self._now < timers[0].when() <= self._now + self._clock_resolution:  # type: ignore[attr-defined]
+            self._now = timers[0].when()  # it is about to be called: none is called before its time
         self._spins += 1
         if self._spins > SPINS:
             self._spins = 0  # clean-up code may still run
