@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from protocols.base import Deadline, Member, Members, PeerId, PeerSilent, Stream
@@ -77,49 +77,12 @@ class _Continued:
 
 
 async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
-    """Run `helper` while `main` runs. The first exception of either is raised, and the other is cancelled.
-
-    `main` runs in the caller's task: another one for each call would cost more than a small message.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    cancelled, is_over, has_failed = task.cancelling(), False, False
-
-    def end_main(side: asyncio.Task[None]) -> None:
-        nonlocal has_failed
-        if not is_over and not side.cancelled() and side.exception():
-            has_failed = True
-            task.cancel()
-
-    side = asyncio.create_task(helper)
-    side.add_done_callback(end_main)
-    try:
-        try:
-            result = await main
-        finally:
-            is_over = True
-            await _ended(side)
-            if has_failed:
-                task.uncancel()
-            if task.cancelling() > cancelled:
-                raise asyncio.CancelledError
-    except BaseException:
-        if has_failed and task.cancelling() <= cancelled:
-            side.result()
-        raise
-    if not side.cancelled():
-        side.result()
+    """Run `helper` while `main` runs. The first exception of either is raised, and the other is cancelled."""
+    async with task_group() as group:
+        side = group.create_task(helper)
+        result = await group.create_task(main)
+        side.cancel()
     return result
-
-
-async def _ended(side: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end, however often the caller is cancelled meanwhile."""
-    side.cancel()
-    while not side.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([side])
-    if not side.cancelled():
-        side.exception()  # the caller may raise another one
 
 
 class _Group(asyncio.TaskGroup):
