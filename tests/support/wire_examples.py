@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header
-from protocols.pipeline.messages import JobOutput
+from protocols.pipeline.messages import JobDone, JobOutput, OuterOutput
 from tests.support.paths import REPOSITORY
 
 for _path in sorted(each for top in ("node", "protocols") for each in (REPOSITORY / top).rglob("*.py")):
@@ -101,6 +101,6 @@ def spoiled(header: Header, place: int, wrong: int) -> bytes:
     paths = [path for path in places(packed) if path[0] >= 2]
     path = paths[place % len(paths)]
     values = [*WRONG[type(value_at(packed, path))], *NESTED]
-    if isinstance(header, JobOutput):
-        values.remove(-1.0)
+    if isinstance(header, JobOutput | OuterOutput | JobDone):  # a loss may be negative
+        values = [value for value in values if value != -1.0 or type(value) is not float]
     return bytes(msgpack.packb(replaced(packed, path, values[wrong % len(values)])))
