@@ -10,9 +10,9 @@ RevocationList     ->
 Redeem             ->                                       (to the peer that has made the ticket)
                    <-           Redeemed, or PassRefused
 
-Whoever opens a stream to a peer that it has not met presents itself first. It does so before each greeting, too: so two
-peers that meet after a partition compare their revocations. A peer whose set has grown presents itself again to all
-live peers that may not have it.
+A peer that opens a stream to one that it has not met presents itself first. It does so before each greeting, too:
+so two peers that meet after a partition compare their revocations. A peer whose set has grown presents itself again
+to all live peers that may not have it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ def _outcome(done: SwarmRound) -> str:
     if not math.isnan(done.spread):  # the peers averaged with different others
         return f"mixed, at most {percent(done.spread)} from the mean"
     where = " in stage 0" if done.stages > 1 else ""
-    return f"mean of {done.in_mean}{where}" if done.in_mean else f"nothing to apply{where}"
+    if done.in_mean:
+        return f"mean of {done.in_mean}{where}"
+    return f"{'nothing to apply' if done.tokens_per_second else 'nothing was trained'}{where}"
 
 
 def picture(

@@ -158,6 +158,7 @@ def _swarm_lines() -> Iterator[str]:
     tally.add(SIX[0], swarm_report(SIX[0], 2, spread=0.011, spread_limit=0.02))
     tally.add(SIX[1], swarm_report(SIX[1], 2, spread=0.024, spread_limit=0.02))
     yield from (swarm_line(each, 16) for each in tally.complete(()))
+    yield swarm_line(replace(tally.rounds[0], held_out_loss=math.nan, tokens_per_second=0.0, in_mean=0), 16)
     yield evaluated_swarm_line(tally.rounds[0], 16)
 
 
