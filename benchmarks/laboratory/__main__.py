@@ -33,6 +33,7 @@ sparse          top-k in more rounds
 between         the presets' outer steps for few rounds and for many, in 40 rounds of 50 steps, with Muon
 peers           their number, with Muon
 overlap         averaging that takes half of a round or all of it, while the peers train on; with AdamW and Muon
+overlap-w128    the same in 40 rounds of 25 steps of w128
 trouble         unequal speeds; contributions lost, or late with a weight; with Muon
 family          Moshpit, gossip, NoLoCo and push-sum at 8 peers, in calm and with 30 % missing in each round, with AdamW
 

@@ -222,6 +222,7 @@ _LATER: tuple[tuple[str, str, Callable[[Choices, FinishedRuns], Iterator[Row]], 
     ("between", "The presets' outer steps, in 40 rounds of 50 steps with Muon", muon.between, "decay"),
     ("peers", "Number of peers, with Muon and the values that are best for 4", muon.peers, "decay"),
     ("overlap", "Rounds that average while the peers train on, with AdamW and Muon", muon.overlaps, "decay"),
+    ("overlap-w128", "The same in 40 rounds of w128", muon.wider_overlaps, "decay"),
     ("trouble", "Unequal speeds, and lost contributions, with Muon", muon.trouble, "decay"),
     ("family", "Eight peers without a common state, beside the butterfly, with AdamW", _family, "decay"),
 )

@@ -35,6 +35,8 @@ MUON_ROUNDS = 61
 """Of 80 rounds: more is saved than Muon's longer steps take, but those of w128 and w256 on CPUs without AVX-512."""
 FRAGMENTS = 5
 """So many times the rounds, each a fifth of `INNER_STEPS`."""
+WIDER_ROUNDS, WIDER_RATE = 40, 2.0
+"""Of runs with w128: rounds of `INNER_STEPS`, and AdamW's best inner rate."""
 SPEEDS = (1.0, 0.5, 0.25, 0.25)
 RATE, OUTER_STEP, PRESETS_OUTER_STEP = 4.0, (0.4, 0.8), (0.7, 0.8)
 """Of Muon. `OUTER_STEP` is as good as the presets' in rounds of 25 steps, and worse in longer ones."""
@@ -198,6 +200,24 @@ def overlaps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
             late = [replace(each.run, rounds=fragments * each.run.rounds, **sizes) for each in trials]
             found = tuple(LabRun("diloco", run) for run in late if run.seed in seeds)
             yield Row(f"{name}, {kind}, {delay} of {steps} steps late", found, {f"{name}, nothing late": trials})
+
+
+def wider_overlaps(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
+    """The same with w128, in half as many rounds, and at its best inner rates."""
+    sizes: dict[str, Any] = {"preset": "w128", "rounds": WIDER_ROUNDS}
+    plain = {
+        "Muon": _muon(known, "diloco", MANY, outer=PRESETS_OUTER_STEP, **sizes),
+        "AdamW": known.best("diloco", MANY, rate=WIDER_RATE, **sizes),
+    }
+    for fragments, delay in ((FRAGMENTS, 2), (1, INNER_STEPS // 4)):
+        steps = INNER_STEPS // fragments
+        late_by: dict[str, Any] = {"inner_steps": steps, "fragments": fragments, "delay": delay}
+        for name, trials in plain.items():
+            runs_late = [replace(each.run, rounds=fragments * WIDER_ROUNDS, **late_by) for each in trials]
+            late = tuple(LabRun("diloco", run) for run in runs_late)
+            kind = f"{fragments} fragments" if fragments > 1 else "keep"
+            words = f"{name}, {kind}, {delay} of {steps} steps late"
+            yield Row(words, late, {f"{name}, nothing late": trials})
 
 
 def trouble(known: Choices, runs: FinishedRuns) -> Iterator[Row]:
