@@ -139,9 +139,9 @@ class OuterLoop(ABC):
         """As `_settle`, for a state that is hashed already."""
 
     async def keep(self) -> None:
-        """Write a checkpoint of the state that the present round begins from. Waits while the state changes."""
+        """Keep the state that the present round begins from, as a checkpoint if there are any. Waits while it changes."""
         async with self._changing:
-            if self._checkpoints and self.change is not None:
+            if self.change is not None:
                 await self._keep()
 
     async def _keep(self) -> None:

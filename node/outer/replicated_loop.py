@@ -117,6 +117,7 @@ class ReplicatedOuterLoop(OuterLoop):
         set_state: Callable[[str, str], None] = lambda state, reason: None,
     ) -> AsyncIterator[RoundReport]:
         loop = asyncio.get_running_loop()
+        sync.keep_state = self.keep
         behind, passes = self.me not in self.chain.head.roster, 0
         while should_continue():
             if self.may_be_away:

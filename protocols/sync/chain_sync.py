@@ -7,7 +7,7 @@ A peer that sees an unknown head asks for the certificates that lead to it, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import reduce
 
@@ -34,6 +34,10 @@ PROOFS_AT_ONCE = 8
 
 def _ignore_branch(branch: Branch) -> None:
     """For a peer that looks for better branches only between its rounds."""
+
+
+async def _keep_nothing() -> None:
+    """For a peer without a state."""
 
 
 class ChainSync(SyncServiceBase[HeadAnnouncement]):
@@ -64,6 +68,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         self._chain, self._part_cache, self._on_better = chain, part_cache, on_better
         self._verifier = HeadVerifier(context, chain, self.rules, make_archive)
         self._new_heads = asyncio.Event()
+        self.keep_state: Callable[[], Awaitable[None]] = _keep_nothing  # set by the outer loop
 
     def hear(self, peer: PeerId) -> None:
         """Note that a peer seems to have another head, and wake the check for unknown heads."""
@@ -120,6 +125,8 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         """Ask peers for their heads, and pass on a better branch if unknown heads lead to one."""
         began, new_heads = loop_time(), self._new_heads.is_set()
         self._new_heads.clear()
+        if self._is_last_holder():
+            await self.keep_state()
         if not new_heads:
             here = self.rules.me in self._chain.head.roster
             peers = self._context.peers.outsiders() if here else self._context.peers.all_contacts()
@@ -135,6 +142,16 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         with suppress(TimeoutError):
             async with asyncio.timeout_at(began + DIAL_SECONDS):
                 await self._new_heads.wait()
+
+    def _is_last_holder(self) -> bool:
+        """Whether perhaps no other peer has this one's state, and none could fetch it.
+
+        No other member is live, and a mean is missing here since each snapshot: this peer has only caught up.
+        """
+        others = set(self._chain.head.roster) - {self.rules.me}
+        if not others.isdisjoint(self._context.host.members.live()):
+            return False
+        return not any(self._has_rounds_since(each.lineage) for each in self._context.snapshots.held())
 
     async def better(self, deadline: Deadline) -> Branch | None:
         """Ask all sync peers for their heads. Returns the best proved branch that beats this peer's, or None.

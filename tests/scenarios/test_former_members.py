@@ -8,6 +8,7 @@ import pytest
 
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from tests.sim.leaving import Leaving, Play
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.support.inline_trainer import InlineTrainer
 from tests.support.long import long
 from tests.support.simulated import simulated
@@ -75,6 +76,24 @@ async def test_former_members_find_head_despite_silent_donors(swarm: Leaving) ->
     swarm.cut(swarm.peers[:4], swarm.peers[4:])
     await swarm.revived(*swarm.peers[:4])
     await swarm.until(swarm.whole, AGAIN_SECONDS, "a roster of four")
+
+
+@simulated(ScenarioRunner, ScenarioSetup(3))
+async def test_peers_without_states_take_that_of_a_waiting_peer(swarm: ScenarioRunner) -> None:
+    """The last member dies before it admits the peer that has caught up. The others come back with empty disks."""
+    await swarm.rounds(5)
+    swarm.kill("p1")
+    swarm.kill("p2")
+    await swarm.until(lambda: bool(swarm.forks("p0")), 2 * AGAIN_SECONDS, "a fork of the last member")
+    swarm.replicas["p0"].trainer.step_seconds = 20.0  # type: ignore[attr-defined] - it admits nobody for a while
+    await swarm.rounds(1)
+    await swarm.revived("p1")
+    await swarm.until(lambda: swarm.head("p1") == swarm.head("p0"), AGAIN_SECONDS, "the state of the last member")
+    newest = swarm.head("p1").key.lineage
+    await swarm.restarted("p0")
+    await swarm.revived("p2")
+    await swarm.until(swarm.whole, 2 * AGAIN_SECONDS, "a roster of all")
+    assert all(newest in swarm.chain(peer) for peer in swarm.peers)
 
 
 @pytest.mark.long
