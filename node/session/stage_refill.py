@@ -362,17 +362,24 @@ class StageRefill:
             digest = self._seats.digest(seat)
             if self._known.get(stage) not in (None, digest) and seat.base:
                 self._say(
-                    f"stage {stage} has begun again at {short(seat.member.peer)} from a backup, because all its "
+                    f"stage {stage} {self._begins(seat)} at {short(seat.member.peer)} from a backup, because all its "
                     f"members were gone: {self._seats.lost_rounds()[stage]} rounds of it are lost"
                 )
             self._known[stage] = digest
 
+    def _begins(self, seat: StageSeat) -> str:
+        """The verb of a stage that begins again: its first member may still be ending its last round elsewhere."""
+        first, contact = seat.member, self._membership.contact(seat.member.peer)
+        seen = self._me if first.peer == self._me.peer else contact.member if contact else None
+        return "begins again" if seen and seen.incarnation < first.incarnation else "began again"
+
     def describe(self) -> str:
-        """Which stages are lost, and which have begun again after how many lost rounds; empty if there are none."""
+        """Which stages are lost, and which begin or began again after how many lost rounds; empty if there are none."""
         from protocols.pipeline.backups import LOST_SECONDS
 
+        known = self._seats.known
         again = [
-            f"stage {stage} began again after {self._seats.known[stage].base[0].trained} rounds: {rounds} lost"
+            f"stage {stage} {self._begins(known[stage])} after {known[stage].base[0].trained} rounds: {rounds} lost"
             for stage, rounds in self._seats.lost_rounds().items()
         ]
         lost = [

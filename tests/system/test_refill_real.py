@@ -94,7 +94,6 @@ def test_lost_stage_begins_again_within_five_minutes(tmp_path: Path, restarts: b
         wait("a refill", lambda: "stage 1 began again" in lost(), REFILL_SECONDS, 1.0)
         (found,) = re.findall(r"stage 1 began again after \d+ rounds: (\d+) lost", lost())
         assert int(found) <= MOST_LOST
-        # a driver that goes there itself says so while its last round still ends
         member = wait("its member", lambda: next((peer for peer in rest if stage_of(peer) == 1), None), 60)
         driver = next(peer for peer in stages[0] if peer is not member)
         if restarts:

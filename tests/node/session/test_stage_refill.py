@@ -97,3 +97,19 @@ async def test_stage_without_a_member_is_lost(live: bool, member: bool, rounds: 
     watch._note_lost()
     await asyncio.sleep(100.0)
     assert (watch.lost_seconds(1) >= 100.0) == lost and watch.lost_seconds(0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("first", "known", "begun"), (("x", 0, "begins"), ("a", 4, "begins"), ("a", 5, "began"), ("b", 0, "began"))
+)
+@on_virtual_time
+async def test_stage_began_again_once_its_first_member_is_there(first: str, known: int, begun: str) -> None:
+    """Until then that peer, perhaps the one that says so, ends its last round in another stage."""
+    watching = refill(contact(live=True, member=True))
+    again = replace(seat(1), member=Member(first, 5))
+    seats: Any = watching._seats
+    membership: Any = watching._membership
+    seats.known, seats.lost_rounds = {1: again}, lambda: {1: 2}
+    record = SimpleNamespace(member=Member("a", known))
+    membership.contact = lambda peer: record if peer == "a" else None
+    assert watching.describe() == f"stage 1 {begun} again after 5 rounds: 2 lost"
