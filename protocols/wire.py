@@ -36,6 +36,7 @@ class Spec:
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
     what: str
+    is_last: bool = False  # the field is left out if empty: see `last`
 
 
 def _refuse(what: str, value: object) -> BadPayload:
@@ -111,6 +112,22 @@ def optional(of: Any, maximum: int) -> Any:
     return _field(list_of(of, maximum).metadata["spec"], default=())
 
 
+def last(of: Any, empty: Any) -> Any:
+    """The last field of a dataclass, bytes or a list. While it is empty, as it is by default, it is not encoded.
+
+    So a dataclass that is stored or signed may gain it: values without it keep their bytes. An empty one that is
+    encoded is refused, since no value may have two encodings.
+    """
+    spec: Spec = of.metadata["spec"]
+
+    def unpack(value: Any) -> Any:
+        if not (unpacked := spec.unpack(value)):
+            raise BadPayload("it is empty, and then it is left out")
+        return unpacked
+
+    return _field(Spec(spec.pack, unpack, f"{spec.what}; left out if empty", is_last=True), default=empty)
+
+
 def peer_id() -> Any:
     return text(64)
 
@@ -136,7 +153,10 @@ def _specs(kind: type) -> tuple[tuple[str, Spec], ...]:
         fields = _FOREIGN.get(kind) or {f.name: f for f in dataclasses.fields(kind)}
         if unbounded := [name for name, f in fields.items() if "spec" not in f.metadata]:
             raise ValueError(f"{kind.__name__}.{unbounded[0]} has no bounds: use the field types of protocols.wire")
-        _SPECS[kind] = tuple((name, f.metadata["spec"]) for name, f in fields.items())
+        specs = tuple((name, f.metadata["spec"]) for name, f in fields.items())
+        if early := [name for name, spec in specs[:-1] if spec.is_last]:
+            raise ValueError(f"{kind.__name__}.{early[0]} may be left out, so it must be the last field")
+        _SPECS[kind] = specs
     return _SPECS[kind]
 
 
@@ -145,11 +165,16 @@ def described(kind: type) -> dict[str, str]:
 
 
 def _pack_fields(value: Any) -> list[Any]:
-    return [spec.pack(getattr(value, name)) for name, spec in _specs(type(value))]
+    specs = _specs(type(value))
+    if specs and specs[-1][1].is_last and not getattr(value, specs[-1][0]):
+        specs = specs[:-1]
+    return [spec.pack(getattr(value, name)) for name, spec in specs]
 
 
 def _unpack_fields(kind: type, values: Any) -> Any:
     specs = _specs(kind)
+    if type(values) is list and len(values) == len(specs) - 1 and specs[-1][1].is_last:
+        specs = specs[:-1]
     if type(values) is not list or len(values) != len(specs):
         raise _refuse(f"{len(specs)} fields of {kind.__name__}", values)
     unpacked = {}
@@ -235,6 +260,9 @@ class Reduced(Header):
     index: int = uint(1 << 32)
     mask: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each offer whose contribution the chunk holds
     size: int = uint(1 << 32)
+    # of a clustered round, in which bit i of `mask` stands for cluster i: for each cluster, 4 bytes little-endian, the
+    # mask of those of its members whose contributions the chunk holds
+    members: bytes = last(blob(4 * MAX_ROSTER), b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,17 @@ from blake3 import blake3
 from protocols import wire
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Buffer, Deadline, Host, RoundKey, Settings, Stream, Vector
+from protocols.consensus.record import Record
 from protocols.registry import CHUNK_ELEMENTS
 from protocols.streams.chunks import PartLayout
 from protocols.vectors.codec import Codec
 from protocols.vectors.views import VectorView
 
 
-def chunk_digest(mask: int, data: Buffer) -> bytes:
+def chunk_digest(mask: int, data: Buffer, members: Buffer = b"") -> bytes:
+    """The digest of a reduced chunk: its data, and whose contributions it holds. `members`: as in `wire.Reduced`."""
     hasher = blake3(mask.to_bytes(4, "little"))
+    hasher.update(members)
     hasher.update(data)
     return hasher.digest()
 
@@ -52,6 +55,8 @@ class ReducedPart(PartLayout):
         super().__init__(codec, low, high, chunk_elements)
         self.pool = pool or ChunkPool()
         self.masks: list[int] = []  # of the contributors of each chunk that is in
+        self.clusters = 0  # of a clustered round: bit i of a mask stands for cluster i
+        self.members: list[bytes] = []  # of a clustered round: beside each of the masks, as in `wire.Reduced`
         self.result: wire.PartDigest | None = None  # digest of the part, once all chunks are in
         self.done: wire.PartDone | None = None  # as the reducer signed it, if the peer that sent it kept that
         self.digests: tuple[bytes, ...] = ()  # of its chunks, once all of them are in
@@ -64,8 +69,8 @@ class ReducedPart(PartLayout):
             memory = self._memory[index] = self.pool.take(self.size(index))
         return memory
 
-    def digest_of(self, index: int, mask: int) -> bytes:
-        return chunk_digest(mask, self.chunk(index))
+    def digest_of(self, index: int, mask: int, members: bytes = b"") -> bytes:
+        return chunk_digest(mask, self.chunk(index), members)
 
     def seal(self, digests: Sequence[bytes]) -> wire.PartDigest:
         """Set `result`, from the digests of all chunks and their `masks`, and return it."""
@@ -120,6 +125,13 @@ class PartFormat:
     def part(self, low: int, high: int, members: int) -> ReducedPart:
         """An empty reduced part for a mean of at most this many contributions."""
         return ReducedPart(self.codec.reduced(members), low, high, self.chunk_elements, self.pool)
+
+    def part_of(self, record: Record, index: int) -> ReducedPart:
+        """An empty part like this one of a record that has `bounds`."""
+        low, high = record.bounds[index : index + 2]
+        part = self.part(low, high, record.contributors)
+        part.clusters = len(record.clusters)
+        return part
 
 
 @dataclass(frozen=True, slots=True)

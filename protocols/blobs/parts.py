@@ -47,7 +47,8 @@ class Stored(PartLayout):
 
     def __init__(self, part: ReducedPart, buffer: DiskBuffer, offset: int) -> None:
         super().__init__(part.codec, part.low, part.high, part.chunk_elements)
-        self.masks, self.digests, self.result, self.done = part.masks, part.digests, part.result, part.done
+        self.masks, self.clusters, self.members = part.masks, part.clusters, part.members
+        self.digests, self.result, self.done = part.digests, part.result, part.done
         self._pool, self._buffer, self._offset = part.pool, buffer, offset
 
     def chunk(self, index: int) -> bytearray:
@@ -64,7 +65,8 @@ class Stored(PartLayout):
         held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements, self._pool)
         for index in range(self.chunks):
             self._read(index, held.chunk(index))
-        held.masks, held.digests, held.result, held.done = self.masks, self.digests, self.result, self.done
+        held.masks, held.clusters, held.members = self.masks, self.clusters, self.members
+        held.digests, held.result, held.done = self.digests, self.result, self.done
         return held
 
 
@@ -253,8 +255,10 @@ class PartCache:
 
         async def read(chunk: int) -> Buffer | None:
             if isinstance(part, ReducedPart):
-                return part.chunk(chunk)
-            return await self.past.read(part, chunk) if self.past else None
+                data: Buffer | None = part.chunk(chunk)
+            else:
+                data = await self.past.read(part, chunk) if self.past else None
+            return data if data is None or not part.clusters else part.members[chunk] + data
 
         return Blob(index, read, note, pauses)
 
@@ -290,7 +294,7 @@ class PartDownload(BlobDownload):
         self.part, self._wanted = part, wanted
 
     def size(self, chunk: int) -> int:
-        return self.part.size(chunk)
+        return 4 * self.part.clusters + self.part.size(chunk)
 
     def begin(self, index: bytes, note: bytes) -> bool:
         part, wanted = self.part, self._wanted
@@ -301,6 +305,8 @@ class PartDownload(BlobDownload):
         if part_digest(part.low, part.high, masks, digests) != wanted:
             raise BadPayload("a part with another digest than the requested one")
         part.masks, part.digests, part.result = masks, digests, wanted
+        if part.clusters and not part.members:  # other holders send the same index while chunks are here already
+            part.members = [b""] * len(masks)
         done = wire.expect(wire.decode(note), wire.PartDone) if note else None
         part.done = replace(done, result=wanted) if done and done.signature else None
         return False
@@ -308,4 +314,7 @@ class PartDownload(BlobDownload):
     def put(self, chunk: int, data: memoryview) -> None:
         if chunk_digest(self.part.masks[chunk], data) != self.part.digests[chunk]:
             raise BadPayload(f"chunk {chunk} of a part with another digest than its index has")
-        self.part.chunk(chunk)[:] = data
+        members = 4 * self.part.clusters  # the digest covers them and the elements alike
+        if members:
+            self.part.members[chunk] = bytes(data[:members])
+        self.part.chunk(chunk)[:] = data[members:]

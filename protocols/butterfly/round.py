@@ -241,7 +241,7 @@ class Round:
         await self._await_own_part(record, index)
         held = self._part_cache.get(part.digest)
         if held is None and record.tiles(self._elements):
-            held = await self.fetch(holders, part, record.bounds[index : index + 2], len(record.peers))
+            held = await self.fetch(holders, part, self._format.part_of(record, index))
             if held:
                 self._blame_double_signer(index, held)
         if held:
@@ -263,18 +263,15 @@ class Round:
         while not settled() and loop_time() < flows_until():
             await self.until(settled, flows_until())
 
-    async def fetch(
-        self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, ...], members: int
-    ) -> ReducedPart | None:
-        """Fetch a part, elements [low, high), from its holders. Each may be silent for the time of a ballot."""
-        live, (low, high), patience_seconds = self.live_peers(), bounds, self.vote.patience_seconds
+    async def fetch(self, holders: Sequence[PeerId], wanted: wire.PartDigest, held: ReducedPart) -> ReducedPart | None:
+        """Fetch a part into `held`, which is empty, from its holders. Each may be silent for the time of a ballot."""
+        live, patience_seconds = self.live_peers(), self.vote.patience_seconds
         asked = [peer for peer in dict.fromkeys(holders) if peer != self.me.peer and peer in live]
-        held = self._format.part(low, high, members)
-        download = PartDownload(self.host, self.accounting, wanted=part, part=held, silence_seconds=patience_seconds)
+        download = PartDownload(self.host, self.accounting, wanted=wanted, part=held, silence_seconds=patience_seconds)
         if not await download.run(lambda: asked, self._within(patience_seconds * len(asked))):
             return None
         try:
-            await self.host.compute.run(partial(held.decode, None), 4 * (high - low))
+            await self.host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
         except BadPayload as error:
             for peer in download.brought:
                 self.accounting.name(peer, f"refused as a source: {error}")

@@ -194,6 +194,8 @@ class RoundVote:
             return
         if not record.parts or not record.peers or not record.tiles(self._settings.elements[self.head.key.fragment]):
             raise BadPayload("a proposal that is not of the whole vector")
+        if record.clusters:
+            raise BadPayload("a proposal of a mean of clusters, which this round has not")
         for index, part in enumerate(record.parts):
             held = self._part_cache.get(part.digest)
             if held and (held.low, held.high) != record.bounds[index : index + 2]:

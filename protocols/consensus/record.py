@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from protocols.base import BadPayload, Contribution, Head, Header, LinkFault, Member, PeerId
-from protocols.wire import MAX_ROSTER, PartDigest, digest, from_canonical_bytes, list_of, one, optional, peer_id, uint
+from protocols.wire import (
+    MAX_ROSTER,
+    PartDigest,
+    digest,
+    from_canonical_bytes,
+    last,
+    list_of,
+    one,
+    optional,
+    peer_id,
+    uint,
+)
 from protocols.wire import canonical_bytes as _body
 
 
@@ -16,6 +27,14 @@ class Kind(IntEnum):
     MEAN = 0
     SKIP = 1
     FORK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDigest:
+    """The offers of a cluster, and how many they are (`protocols.allreduce.clustered_plan`)."""
+
+    digest: bytes = digest()
+    size: int = uint(MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +49,13 @@ class Record(Header):
     peers: tuple[PeerId, ...] = optional(peer_id(), MAX_ROSTER)  # bit i of a chunk's mask stands for `peers[i]`
     bounds: tuple[int, ...] = optional(uint(1 << 48), MAX_ROSTER + 1)  # part i is [bounds[i], bounds[i+1])
     complaints: tuple[LinkFault, ...] = optional(one(LinkFault), MAX_ROSTER)
+    # of a clustered round: bit i of a chunk's mask stands for `clusters[i]`, which `peers[i]` leads
+    clusters: tuple[ClusterDigest, ...] = last(list_of(one(ClusterDigest), MAX_ROSTER), ())
+
+    @property
+    def contributors(self) -> int:
+        """How many peers the mean may hold."""
+        return sum(cluster.size for cluster in self.clusters) or len(self.peers)
 
     @property
     def averaged(self) -> bool:

@@ -67,8 +67,7 @@ class StateFetcher:
             raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
 
         async def one(place: int, wanted: wire.PartDigest) -> ReducedPart:
-            low, high = record.bounds[place : place + 2]
-            part, first = self._format.part(low, high, len(record.peers)), place % max(1, len(sources))
+            part, first = self._format.part_of(record, place), place % max(1, len(sources))
             if sum(run.count for run in wanted.runs) != part.chunks:
                 raise StateUnavailable("the record has a part whose number of chunks does not fit its elements")
             async with turn:

@@ -81,7 +81,10 @@ class TopK(Codec):
         self._values: Codec = Int8() if members else TwoBits()
 
     def reduced(self, members: int) -> Codec:
-        return self if self._members else TopK(members)
+        """Beyond 64 contributions all elements may be there, and their positions would cost more than the zeros."""
+        if self._members:
+            return self
+        return TopK(members) if members <= GROUP // KEEP else Int8()
 
     def encoded_bytes(self, elements: int) -> int:
         groups = self._groups(elements)

@@ -25,7 +25,7 @@ from protocols.base import Header, Member, PeerError, PeerId
 from protocols.blobs.serving import BlobIndex, Busy
 from protocols.consensus import record as records
 from protocols.consensus.messages import Accept, Certificate, Propose
-from protocols.consensus.record import Kind
+from protocols.consensus.record import ClusterDigest, Kind
 from protocols.moshpit.peer_tracker import PositionAnnouncement
 from protocols.pairwise.push_sum import PushShare, ShareStatus
 from protocols.pairwise.state_swap import ExchangeReply, ExchangeRequest, StateReceived
@@ -184,6 +184,7 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
     ("butterfly", Propose, recorded(state_root=FOREIGN), "of another state"),
     ("butterfly", Propose, recorded(parts=(), bounds=(), peers=()), "not of the whole vector"),
     ("butterfly", Propose, recorded(peers=()), "not of the whole vector"),
+    ("butterfly", Propose, recorded(clusters=(ClusterDigest(bytes(32), 32),)), "a mean of clusters"),
     ("butterfly", Propose, recorded(kind=Kind.SKIP, bounds=()), "not of the whole vector"),
     ("butterfly", Propose, recorded(bounds=lambda each: (*each[:-1], each[-1] + 1)), "not of the whole vector"),
     ("butterfly", Propose, recorded(bounds=lambda each: (each[0], *each)), "not of the whole vector"),

@@ -56,7 +56,10 @@ def test_value_of_wrong_type_or_size_is_rejected(header: Header, place: int, wro
         wire.decode(spoiled(header, place, wrong))
 
 
-@given(header=any_header, wrong=st.sampled_from([-1, -2, 1 << 63, True, 1.0, math.nan, None, "1", [[]]]))
+fixed_count = any_header.filter(lambda header: not any(spec.is_last for _, spec in wire._specs(type(header))))
+
+
+@given(header=fixed_count, wrong=st.sampled_from([-1, -2, 1 << 63, True, 1.0, math.nan, None, "1", [[]]]))
 def test_other_version_kind_or_count_of_fields_is_rejected(header: Header, wrong: Any) -> None:
     version, kind, *fields = msgpack.unpackb(wire.encode(header))
     for why, packed in (
@@ -154,8 +157,41 @@ def test_body_round_trips_or_is_rejected(key: RoundKey, junk: bytes) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Before:
+    """`After` as it was before it gained its last field."""
+
+    size: int = wire.uint(9)
+
+
+@dataclasses.dataclass(frozen=True)
+class After:
+    size: int = wire.uint(9)
+    names: tuple[str, ...] = wire.last(wire.list_of(wire.text(4), 3), ())
+
+
+@given(after=headers(After))
+def test_last_field_has_one_encoding_and_leaves_older_bytes_alone(after: After) -> None:
+    encoded = wire.canonical_bytes(after)
+    assert wire.from_canonical_bytes(After, encoded) == after
+    if not after.names:
+        assert encoded == wire.canonical_bytes(Before(after.size))
+    for names in ([], None, [1], ["a", "b", "c", "d"], b"a"):
+        with pytest.raises(BadPayload, match=r"After\.names"):
+            wire.from_canonical_bytes(After, msgpack.packb([after.size, names]))
+    for fields in ([], [after.size, ["a"], ["a"]]):
+        with pytest.raises(BadPayload, match="fields of After"):
+            wire.from_canonical_bytes(After, msgpack.packb(fields))
+
+
+@dataclasses.dataclass(frozen=True)
 class Unbounded(Header):
     count: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Misplaced(Header):
+    names: tuple[str, ...] = wire.last(wire.list_of(wire.text(4), 3), ())
+    size: int = wire.optional(wire.uint(9), 1)
 
 
 def test_mistakes_in_a_new_message_are_named() -> None:
@@ -165,5 +201,7 @@ def test_mistakes_in_a_new_message_are_named() -> None:
         wire.register(max(wire._KINDS) + 1, (JobOutput,))
     with pytest.raises(ValueError, match=r"Unbounded.count has no bounds"):
         wire.register(max(wire._KINDS) + 1, (Unbounded,))
+    with pytest.raises(ValueError, match=r"Misplaced.names may be left out, so it must be the last field"):
+        wire.register(max(wire._KINDS) + 1, (Misplaced,))
     with pytest.raises(ValueError, match="Unbounded has no number"):
         wire.encode(Unbounded())

@@ -51,7 +51,7 @@ def accepted(spec: wire.Spec, value: Any) -> bool:
 
 
 def packs(spec: wire.Spec, value: Any) -> bool:
-    return accepted(spec, spec.pack(value))
+    return accepted(spec, spec.pack(value)) or (spec.is_last and not value)
 
 
 def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:

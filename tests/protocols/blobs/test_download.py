@@ -7,10 +7,12 @@ import asyncio
 import pytest
 import torch
 
+from protocols.aio import Gate
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, PeerError, PeerId
-from protocols.blobs.parts import PartCache, PartDownload
+from protocols.blobs.parts import PartCache, PartDownload, PartStore
 from protocols.streams.endpoint import RoundAccounting
+from protocols.sync.snapshot import MemoryBuffer
 from protocols.vectors.codec import codec
 from tests.sim.swarm import SimSwarm
 from tests.support.simulated import simulated
@@ -28,8 +30,20 @@ def made_part() -> ReducedPart:
     return part
 
 
-def empty_part() -> ReducedPart:
-    return ReducedPart(codec("fp32"), 0, ELEMENTS, CHUNK)
+def empty_part(clusters: int = 0) -> ReducedPart:
+    part = ReducedPart(codec("fp32"), 0, ELEMENTS, CHUNK)
+    part.clusters = clusters
+    return part
+
+
+def clustered_part() -> ReducedPart:
+    """A part of two clusters, the second of which is in its first chunks only."""
+    part = made_part()
+    part.clusters = 2
+    part.masks = [3] * 4 + [1] * 6
+    part.members = [bytes([7, 0, 0, 0, 5 if mask == 3 else 0, 0, 0, 0]) for mask in part.masks]
+    part.seal([part.digest_of(each, mask, part.members[each]) for each, mask in enumerate(part.masks)])
+    return part
 
 
 @pytest.mark.parametrize("silent, seconds", [(2, 0.5), (3, 5.5), (6, 10.5)])
@@ -100,6 +114,39 @@ async def test_holder_of_another_part_is_refused(swarm: SimSwarm) -> None:
     )
     assert not await download.run(lambda: ["liar"], now() + 1000.0)
     assert errors == ["liar: chunk 7 of a part with another digest than its index has"] and now() < 1.0
+
+
+@simulated(SimSwarm)
+async def test_clustered_part_travels_with_its_members(swarm: SimSwarm) -> None:
+    """From memory and from disk. A holder that names other members is refused."""
+    me, part, errors = swarm.join("me"), clustered_part(), list[str]()
+    assert part.result
+    for name in ("memory", "disk", "liar"):
+        host = swarm.join(name)
+        held = PartCache(host, PartStore(MemoryBuffer, host.compute, Gate()))
+        held.put(b"l" * 32, part if name != "liar" else clustered_part())
+        if name == "disk":
+            held.decided(b"l" * 32, [part.result.digest])
+            await held.save()
+            held.keep([b"l" * 32])
+            assert held.get(part.result.digest) is None and part.result.digest in held
+        elif name == "liar":
+            lying = held.get(part.result.digest)
+            assert lying
+            lying.members = [bytes(8)] * 10
+    for holders in (["liar"], ["disk"], ["memory", "disk"]):
+        download = PartDownload(
+            me,
+            RoundAccounting(),
+            wanted=part.result,
+            part=empty_part(2),
+            silence_seconds=5.0,
+            on_lost=lambda holder, error: errors.append(f"{holder}: {error}"),
+        )
+        assert await download.run(lambda: holders, now() + 1000.0) is (holders != ["liar"])  # noqa: B023 - awaited
+    assert download.part.members == part.members and download.part.masks == part.masks
+    assert len(errors) == 1 and errors[0].startswith("liar: chunk")
+    assert [bytes(download.part.chunk(each)) for each in range(10)] == [bytes(part.chunk(each)) for each in range(10)]
 
 
 @simulated(SimSwarm)

@@ -101,6 +101,7 @@ def chunks(kept: Any) -> list[bytes]:
 async def test_part_round_trips(tmp_path: Path) -> None:
     kept = store(lambda size: ScratchFile(tmp_path, size))
     parts = [part(1), part(2, (1100, 1100)), part(3, (0, 100))]
+    parts[0].clusters, parts[0].members = 1, [b"\1\0\0\0"] * parts[0].chunks
     assert await kept.put(lineage(1), parts) and lineage(1) in kept and kept.size_bytes == SIZE + 400
     for made in parts:
         found = kept.get(digest(made))
@@ -108,6 +109,7 @@ async def test_part_round_trips(tmp_path: Path) -> None:
         assert found.result == made.result and chunks(found) == chunks(made)
         loaded = found.load()
         assert chunks(loaded) == chunks(made) and loaded.masks == made.masks
+        assert (loaded.clusters, loaded.members) == (made.clusters, made.members)
     assert kept.get(b"x" * 32) is None
 
 

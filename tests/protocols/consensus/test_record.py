@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.base import BadPayload, Contribution, Member
+from protocols.base import BadPayload, Contribution, LinkFault, Member
 from protocols.consensus import record as records
-from protocols.consensus.record import Kind, Record
-from protocols.wire import ChunkSpan, PartDigest
+from protocols.consensus.messages import MAX_RECORD_BYTES
+from protocols.consensus.record import ClusterDigest, Kind, Record
+from protocols.wire import MAX_ROSTER, ChunkSpan, PartDigest
 from tests.support.variants import variants
 from tests.support.wire_examples import headers, places
 
@@ -69,6 +70,31 @@ def wide(value: Any, path: tuple[int, ...]) -> bytes:
 )
 def test_parts_must_tile_the_vector_in_order(bounds: tuple[int, ...], tiled: bool) -> None:
     assert replace(RECORD, parts=PARTS, bounds=bounds).tiles(25) is tiled
+
+
+def test_record_without_clusters_keeps_its_bytes() -> None:
+    """Chains from before records had the field go on: the lineage names the bytes."""
+    whole = replace(RECORD, parts=PARTS, bounds=BOUNDS, peers=("anna", "bert"))
+    golden = "9b5fa68adbd603baf45686be41c070439d87784bdea3ce8fbed3598b8f540ab6"
+    assert records.lineage(records.encode(whole)).hex() == golden
+    clustered = replace(whole, clusters=(ClusterDigest(b"c" * 32, 31), ClusterDigest(b"d" * 32, 1)))
+    assert records.decode(records.encode(clustered)) == clustered
+    assert (whole.contributors, clustered.contributors) == (2, 32)
+
+
+def test_largest_clustered_record_fits_beside_its_votes() -> None:
+    peers = tuple("12D3KooW" + f"{index:044}" for index in range(MAX_ROSTER))
+    runs = tuple(ChunkSpan(1 << 20, (1 << 32) - 1 - index) for index in range(8))
+    largest = replace(
+        RECORD,
+        parts=(PartDigest(b"1" * 32, runs),) * MAX_ROSTER,
+        roster=tuple(Member(peer, 1 << 40) for peer in peers),
+        peers=peers,
+        bounds=(1 << 47,) * (MAX_ROSTER + 1),
+        complaints=(LinkFault(peers[0], peers[1], 1 << 40),) * MAX_ROSTER,
+        clusters=(ClusterDigest(b"c" * 32, MAX_ROSTER),) * MAX_ROSTER,
+    )
+    assert len(records.encode(largest)) <= 14_000 < MAX_RECORD_BYTES
 
 
 # -- form -------------------------------------------------------------------------------------------------------------
