@@ -1,0 +1,405 @@
+"""The plan of a clustered round: clusters instead of members, each led by a voter, and what follows from it. Pure.
+
+A lead offers its cluster as a whole, with a digest of its members' offers; the plan names these clusters. Inside a
+cluster, everything follows from the offers by the rules of `protocols.allreduce.plan`: weights, clip factors, and which
+member aggregates which part. Whoever holds the offers can check it: the members, and the reducers of the parts.
+"""
+
+# ruff: noqa: RUF009 - a field's bound is its default
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+from protocols.allreduce import plan as planning
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, PlanInputs, ResolvedPlan
+from protocols.base import BadPayload, Header, Member, PeerId, RoundKey
+from protocols.consensus.record import ClusterDigest, drawn
+from protocols.wire import (
+    MAX_ROSTER,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    Offer,
+    Plan,
+    blob,
+    canonical_bytes,
+    digest,
+    flag,
+    list_of,
+    one,
+    peer_id,
+    real,
+    register,
+    text,
+    uint,
+)
+
+MAX_CLUSTER = 32  # the lead included: one bit of a member mask for each
+MASK_BYTES = 4  # of a member mask
+SLOWEST_SHARE = 0.1
+"""Share of the claims that expected times leave out. Of a thousand peers one is always sixteen times slower."""
+
+Verify = Callable[[PeerId, bytes, bytes], bool]
+"""(peer, message, signature) -> whether the signature is genuine."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferToLead(Header):
+    """A peer's offer to the lead of its cluster. Its signature covers the lead: no other cluster can use the offer."""
+
+    key: RoundKey = one(RoundKey)
+    lead: PeerId = peer_id()
+    offer: Offer = one(Offer)
+
+    def signed(self) -> bytes:
+        return b"starling cluster member" + canonical_bytes(replace(self, offer=replace(self.offer, signature=b"")))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOffer:
+    """What a cluster contributes to a round. All but `complete` follows from its members' offers."""
+
+    lead: Member = one(Member)
+    size: int = uint(MAX_CLUSTER)
+    tokens: int = uint(MAX_TOKENS)  # that its members count for, together
+    step_seconds: float = real(0, MAX_SECONDS)  # all but the slowest tenth take at most so long for a step
+    pace: float = real(1, 1e13)  # bytes/s that all but the slowest tenth of the members send
+    bandwidth: float = real(1, 1e13)  # of the lead, which reduces for all clusters
+    complete: bool = flag()
+    leaving: bool = flag()  # the lead, after this round
+    state_root: bytes = digest()
+    offers: bytes = digest()  # `offers_digest`
+    signature: bytes = blob(128)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReady(Header):
+    """A lead's offer for its cluster, to the coordinators."""
+
+    key: RoundKey = one(RoundKey)
+    offer: ClusterOffer = one(ClusterOffer)
+
+    def signed(self) -> bytes:
+        return b"starling cluster offer" + canonical_bytes(replace(self, offer=replace(self.offer, signature=b"")))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusteredPlan(Header):
+    """The coordinator's plan of a round of clusters, as `wire.Plan` is one of members."""
+
+    key: RoundKey = one(RoundKey)
+    ballot: int = uint(1 << 20)
+    version: int = uint(1 << 20)
+    # in the order that bit masks and sums use
+    clusters: tuple[ClusterOffer, ...] = list_of(one(ClusterOffer), MAX_ROSTER)
+    bounds: tuple[int, ...] = list_of(uint(1 << 48), MAX_ROSTER + 1)
+    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)  # part -> index of the cluster whose lead reduces
+    cut_seconds: float = real(0, MAX_SECONDS)
+    budget_seconds: float = real(0, MAX_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan(Header):
+    """A lead passes the plan on to its cluster, with the offers that are in it."""
+
+    key: RoundKey = one(RoundKey)
+    plan: ClusteredPlan = one(ClusteredPlan)
+    offers: tuple[Offer, ...] = list_of(one(Offer), MAX_CLUSTER)
+
+
+@dataclass(frozen=True, slots=True)
+class ContributePartial(Header):
+    """Opens a data stream from a cluster to the reducer of `part`, which sends reduced chunks back. Partials follow,
+    unless the sender `relays` only: its cluster's aggregator is lost.
+    """
+
+    key: RoundKey = one(RoundKey)
+    plan: bytes = digest()
+    part: int = uint(MAX_ROSTER)
+    codec: str = text(16)
+    cluster: int = uint(MAX_ROSTER)
+    offers: tuple[Offer, ...] = list_of(one(Offer), MAX_CLUSTER)
+    relays: bool = flag()
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Header):
+    """A cluster's mean of one chunk; `size` payload bytes follow."""
+
+    index: int = uint(1 << 32)
+    mask: int = uint((1 << MAX_CLUSTER) - 1)  # a bit for each of the cluster's offers whose contribution it holds
+    size: int = uint(1 << 32)
+
+
+register(220, (OfferToLead, ClusterReady, ClusteredPlan, ClusterPlan, ContributePartial, Partial))
+
+
+# -- a cluster and its offers -----------------------------------------------------------------------------------------
+
+
+def offers_digest(key: RoundKey, lead: PeerId, offers: Sequence[Offer]) -> bytes:
+    """The digest by which a record names a cluster's offers, with their signatures."""
+    signed = (canonical_bytes(OfferToLead(key, lead, offer)) for offer in offers)
+    return hashlib.sha256(b"starling cluster" + b"".join(signed)).digest()
+
+
+def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer], complete: bool) -> ClusterOffer:
+    """A lead's offer for its cluster, not yet signed. `offers`, its own among them, are in the order of members."""
+    mine = next(offer for offer in offers if offer.member == lead)
+    return ClusterOffer(
+        lead=lead,
+        size=len(offers),
+        tokens=_tokens(offers, inputs),
+        step_seconds=quantile([offer.step_seconds for offer in offers], 1 - SLOWEST_SHARE),
+        pace=quantile([offer.bandwidth for offer in offers], SLOWEST_SHARE),
+        bandwidth=mine.bandwidth,
+        complete=complete,
+        leaving=mine.leaving,
+        state_root=mine.state_root,
+        offers=offers_digest(inputs.key, lead.peer, offers),
+        signature=b"",
+    )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least of the values such that at least this share of them are no larger."""
+    return sorted(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
+
+
+def _tokens(offers: Sequence[Offer], inputs: PlanInputs) -> int:
+    return min(MAX_TOKENS, int(math.fsum(member_weights(offers, inputs))))
+
+
+def member_weights(offers: Sequence[Offer], inputs: PlanInputs) -> tuple[float, ...]:
+    return planning.weights([offer.tokens for offer in offers], inputs.max_weight if inputs.robust == "mean" else 1.0)
+
+
+def check_offers(inputs: PlanInputs, cluster: ClusterOffer, offers: Sequence[Offer], verify: Verify) -> None:
+    """Refuse offers that are not those of this cluster, or one that does not follow from them, with BadPayload."""
+    members, lead = [offer.member for offer in offers], cluster.lead
+    peers = [member.peer for member in members]
+    if members != sorted(members) or len(set(peers)) < len(peers) or lead not in members:
+        raise BadPayload("the offers are not of distinct members of a cluster, in order, with its lead among them")
+    if any(offer.state_root != cluster.state_root for offer in offers):
+        raise BadPayload("a cluster mixes offers from different states")
+    due = make_cluster_offer(inputs, lead, offers, cluster.complete)
+    if replace(cluster, signature=b"") != due:
+        raise BadPayload(f"the cluster of {lead.peer} is not the one that its offers lead to")
+    for offer in offers:
+        if not verify(offer.member.peer, OfferToLead(inputs.key, lead.peer, offer).signed(), offer.signature):
+            raise BadPayload(f"a cluster holds a forged offer of {offer.member.peer}")
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def make_clustered_plan(
+    inputs: PlanInputs, clusters: Sequence[ClusterOffer], elapsed_seconds: float, ballot: int = 0
+) -> ClusteredPlan:
+    """The plan that calls a round of these clusters, as `plan.make_plan` does for members."""
+    unable = set().union(*planning.broken(inputs.complaints, inputs.key.round))
+    ordered = tuple(sorted(clusters, key=lambda cluster: cluster.lead))
+    able = [cluster.tokens > 0 and cluster.lead.peer not in unable for cluster in ordered]
+    uplinks = planning.bandwidths([cluster.bandwidth for cluster in ordered])
+    growth = inputs.growth(sum(cluster.size for cluster in ordered))
+    fractions = planning.shares(uplinks, able if any(able) else [True] * len(ordered), growth)
+    total = int(inputs.elements * inputs.bytes_per_element)
+    voters = planning.expected_seconds(fractions, uplinks, total, growth)
+    seconds = max(voters, _cluster_seconds(ordered, total, growth))
+    steps = quantile([cluster.step_seconds for cluster in ordered], 1 - SLOWEST_SHARE)
+    return ClusteredPlan(
+        key=inputs.key,
+        ballot=ballot,
+        version=0,
+        clusters=ordered,
+        bounds=planning.part_bounds(fractions, inputs.elements, inputs.grain),
+        reducers=tuple(range(len(ordered))),
+        cut_seconds=min(elapsed_seconds, steps),
+        budget_seconds=min(MAX_SECONDS, BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS),
+    )
+
+
+def _cluster_seconds(clusters: Sequence[ClusterOffer], total_bytes: int, growth: float) -> float:
+    """Time in which all but the slowest tenth of the clusters send what a cluster sends: each member its vector, and
+    as an aggregator the partials of its parts and the means of these to the others.
+    """
+    paces = planning.bandwidths([cluster.pace for cluster in clusters])
+    each = [
+        total_bytes * (1 + growth * (1 + 1 / max(1, cluster.size - 1))) / pace if cluster.size > 1 else 0.0
+        for cluster, pace in zip(clusters, paces, strict=True)
+    ]
+    return quantile(each, 1 - SLOWEST_SHARE)
+
+
+def clustered_digest(plan: ClusteredPlan) -> bytes:
+    """Digest of what is averaged and in which parts, as `plan.plan_digest`."""
+    body = canonical_bytes(replace(plan, ballot=0, version=0, reducers=()))
+    return hashlib.sha256(b"starling clustered plan" + body).digest()
+
+
+def check_clustered_plan(plan: ClusteredPlan, inputs: PlanInputs, roster: Sequence[Member], verify: Verify) -> None:
+    """Refuse a plan that breaks a rule or does not follow from its clusters, with BadPayload, as `plan.check` does."""
+    leads = [cluster.lead for cluster in plan.clusters]
+    peers = [lead.peer for lead in leads]
+    if not leads or leads != sorted(leads) or len(set(peers)) < len(peers) or not set(leads) <= set(roster):
+        raise BadPayload("the plan's leads are not distinct members of the roster, in order")
+    if plan.key != inputs.key or len({cluster.state_root for cluster in plan.clusters}) > 1:
+        raise BadPayload("the plan is of another round, or mixes clusters from different states")
+    if any(cluster.size == 0 for cluster in plan.clusters):
+        raise BadPayload("the plan holds a cluster without members")
+    for cluster in plan.clusters:
+        if not verify(cluster.lead.peer, ClusterReady(plan.key, cluster).signed(), cluster.signature):
+            raise BadPayload(f"the plan holds a forged cluster of {cluster.lead.peer}")
+    due = make_clustered_plan(inputs, plan.clusters, plan.cut_seconds)
+    first = plan.ballot == plan.version == 0
+    known = plan.reducers == due.reducers if first else all(index < len(leads) for index in plan.reducers)
+    if plan.bounds != due.bounds or len(plan.reducers) != len(due.reducers) or not known:
+        raise BadPayload("the plan's parts are not those that its clusters lead to")
+    if (plan.cut_seconds, plan.budget_seconds) != (due.cut_seconds, due.budget_seconds):
+        raise BadPayload("the plan's times are not those that its clusters lead to")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedClusters:
+    """A valid clustered plan with all that follows from it. Names as in `ResolvedPlan`, with leads as the peers."""
+
+    plan: ClusteredPlan
+    digest: bytes
+    inputs: PlanInputs
+    peers: tuple[PeerId, ...]  # the leads, in the order of mask bits and of summation
+    weights: tuple[float, ...]  # of each cluster with all of its members
+    allowances: tuple[float, ...]  # as in `ResolvedPlan`, by the weight per member
+
+    @property
+    def members(self) -> int:
+        return sum(cluster.size for cluster in self.plan.clusters)
+
+    def part(self, index: int) -> tuple[int, int]:
+        return self.plan.bounds[index], self.plan.bounds[index + 1]
+
+    def reducer(self, part: int) -> PeerId:
+        return self.peers[self.plan.reducers[part]]
+
+    def digests(self) -> tuple[ClusterDigest, ...]:
+        """The clusters as the record names them."""
+        return tuple(ClusterDigest(cluster.offers, cluster.size) for cluster in self.plan.clusters)
+
+    def weight(self, cluster: int, weights: Sequence[float], mask: int) -> float:
+        """The weight of a cluster in a chunk that holds these of its members: theirs, by `weights`, as far as the
+        cluster counts. A claim of the lead or of an aggregator does not enter.
+        """
+        tokens = self.plan.clusters[cluster].tokens
+        counted = math.fsum(weight for bit, weight in enumerate(weights) if mask >> bit & 1)
+        return counted * (self.weights[cluster] / tokens) if tokens else 0.0
+
+    def check_chunk(self, mask: int, members: bytes, before: bytes) -> None:
+        """Refuse masks of a reduced chunk (`wire.Reduced`) that do not fit the plan, or hold a member that the chunk
+        `before` it left out (empty: there is none), with BadPayload.
+        """
+        counts = member_masks(members)
+        if len(counts) != len(self.peers) or mask >> len(counts):
+            raise BadPayload("a reduced chunk of other clusters than the plan's")
+        allowed = member_masks(before) if before else [(1 << each.size) - 1 for each in self.plan.clusters]
+        for cluster, (held, may) in enumerate(zip(counts, allowed, strict=True)):
+            if held & ~may or (held > 0) != bool(mask >> cluster & 1):
+                raise BadPayload(f"a reduced chunk holds members of cluster {cluster} that are excluded or unknown")
+
+
+def member_masks(members: bytes) -> list[int]:
+    """The member mask of each cluster, from `wire.Reduced.members`."""
+    at = range(0, len(members), MASK_BYTES)
+    return [int.from_bytes(members[place : place + MASK_BYTES], "little") for place in at]
+
+
+def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedClusters:
+    """Derive what follows from a valid plan. A cluster counts for at most its size times what a member of the median
+    cluster does (`PlanInputs.max_weight`).
+    """
+    spread = inputs.max_weight if inputs.robust == "mean" else 1.0
+    heads = [cluster.tokens / cluster.size for cluster in plan.clusters]
+    brought = [each for each in heads if each > 0]
+    cap = spread * median_low(brought) if brought else 0.0
+    counted = [min(each, cap) for each in heads]
+    return ResolvedClusters(
+        plan=plan,
+        digest=clustered_digest(plan),
+        inputs=inputs,
+        peers=tuple(cluster.lead.peer for cluster in plan.clusters),
+        weights=tuple(each * cluster.size for each, cluster in zip(counted, plan.clusters, strict=True)),
+        allowances=planning.allowances(counted),
+    )
+
+
+# -- inside a cluster -------------------------------------------------------------------------------------------------
+
+
+def resolve_cluster(clusters: ResolvedClusters, index: int, offers: Sequence[Offer]) -> ResolvedPlan:
+    """The plan of a data phase inside a cluster, from its checked offers: aggregators reduce its parts."""
+    outer, inputs = clusters.plan, clusters.inputs
+    sizes = [high - low for low, high in zip(outer.bounds, outer.bounds[1:], strict=False)]
+    plan = Plan(
+        key=outer.key,
+        ballot=outer.ballot,
+        version=outer.version,
+        offers=tuple(offers),
+        bounds=outer.bounds,
+        reducers=aggregators(offers, clusters.peers[index], sizes),
+        cut_seconds=outer.cut_seconds,
+        budget_seconds=outer.budget_seconds,
+    )
+    return replace(planning.resolve_plan(plan, inputs.robust, inputs.max_weight), digest=clusters.digest)
+
+
+def aggregators(offers: Sequence[Offer], lead: PeerId, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Which member of a cluster aggregates which part (part -> index of an offer): parts, largest first, each to the
+    member with the least load for its bandwidth. The lead, which reduces for all, gets none if another one has work.
+    """
+    first = next(index for index, offer in enumerate(offers) if offer.member.peer == lead)
+    able = [index for index, offer in enumerate(offers) if offer.tokens > 0 and index != first] or [first]
+    uplinks, loads = planning.bandwidths([offer.bandwidth for offer in offers]), dict.fromkeys(able, 0)
+    given = [first] * len(sizes)
+    for part in sorted(range(len(sizes)), key=lambda part: (-sizes[part], part)):
+        given[part] = min(able, key=lambda index: ((loads[index] + sizes[part]) / uplinks[index], index))
+        loads[given[part]] += sizes[part]
+    return tuple(given)
+
+
+def relays(cluster: ResolvedPlan, lead: PeerId, part: int) -> tuple[PeerId, ...]:
+    """Whom a cluster's members ask for the mean of a part, one after the other: its aggregator, then the other members
+    in an order that the plan's digest draws. The lead, which reduces for all, is the last one.
+    """
+    aggregator = cluster.reducer(part)
+    others = [peer for peer in cluster.peers if peer not in (aggregator, lead)]
+    order = (aggregator, *drawn(cluster.digest + part.to_bytes(4, "little"), others), lead)
+    return tuple(dict.fromkeys(order))
+
+
+# -- patience ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When a chunk is closed without the slowest ones: once `SHARE` of those expected have delivered it, after `factor`
+    times the time that this took since the cut, and `margin_seconds`.
+    """
+
+    factor: float
+    margin_seconds: float
+
+    SHARE = 0.75
+
+    def enough(self, expected: int) -> int:
+        return math.ceil(self.SHARE * expected)
+
+    def until(self, took_seconds: float) -> float:
+        """Seconds after the cut."""
+        return self.factor * took_seconds + self.margin_seconds
+
+
+MEMBER_PACE = Pace(1.5, 0.5)  # of an aggregator with the members of its cluster
+CLUSTER_PACE = Pace(2.25, 1.25)
+"""Of a reducer with the clusters. It must be the more patient one: else a slow member costs its cluster the chunk."""
