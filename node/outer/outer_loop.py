@@ -139,7 +139,7 @@ class OuterLoop(ABC):
         """As `_settle`, for a state that is hashed already."""
 
     async def keep(self) -> None:
-        """Keep the state that the present round begins from, as a checkpoint if there are any. Waits while it changes."""
+        """Keep the state that the present round begins from, on the disk if there is one. Waits while it changes."""
         async with self._changing:
             if self.change is not None:
                 await self._keep()

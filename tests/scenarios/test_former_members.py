@@ -85,7 +85,9 @@ async def test_peers_without_states_take_that_of_a_waiting_peer(swarm: ScenarioR
     swarm.kill("p1")
     swarm.kill("p2")
     await swarm.until(lambda: bool(swarm.forks("p0")), 2 * AGAIN_SECONDS, "a fork of the last member")
-    swarm.replicas["p0"].trainer.step_seconds = 20.0  # type: ignore[attr-defined] - it admits nobody for a while
+    trainer = swarm.replicas["p0"].trainer
+    assert isinstance(trainer, InlineTrainer)
+    trainer.step_seconds = 20.0  # it admits nobody for a while
     await swarm.rounds(1)
     await swarm.revived("p1")
     await swarm.until(lambda: swarm.head("p1") == swarm.head("p0"), AGAIN_SECONDS, "the state of the last member")
