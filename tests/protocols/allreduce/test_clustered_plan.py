@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocols.allreduce import clustered_plan as clustered
+from protocols.allreduce import plan as planning
 from protocols.allreduce.clustered_plan import (
     CLUSTER_PACE,
     MEMBER_PACE,
@@ -209,7 +210,7 @@ def test_parts_go_to_members_that_work_and_not_to_the_lead(
     given = clustered.aggregators(offers, "v", sizes)
     able = [i for i in range(1, len(offers)) if i not in idle] or [0]
     assert len(given) == len(sizes) and set(given) <= set(able)
-    uplinks = clustered.planning.bandwidths(bandwidths)
+    uplinks = planning.bandwidths(bandwidths)
     times = {i: sum(size for size, to in zip(sizes, given, strict=True) if to == i) / uplinks[i] for i in able}
     fair = sum(sizes) / sum(uplinks[i] for i in able)
     assert max(times.values()) <= fair + max(sizes) / min(uplinks[i] for i in able) + 1e-9
