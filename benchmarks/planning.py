@@ -189,8 +189,8 @@ def row(model: MeasuredModel, width: int, megabits: int, peers: int) -> list[Cel
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.planning", description="The command `plan` beside simulated swarms.")
-    parser.add_argument("--widths", type=_numbers, default=[128, 512])
-    parser.add_argument("--links", type=_numbers, default=[10, 100, 1000], help="megabits/s, each way")
+    parser.add_argument("--widths", type=numbers, default=[128, 512])
+    parser.add_argument("--links", type=numbers, default=[10, 100, 1000], help="megabits/s, each way")
     parser.add_argument("--peers", type=at_least_one, default=8)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [at_least_one(each) for each in text.split(",")]
 
 

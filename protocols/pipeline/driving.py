@@ -9,16 +9,17 @@ way without leases, with the outer parameters of each replica, and may be repeat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from protocols.aio import loop_time, peer_timeout, raise_when_gone, run_with_helper, task_group
-from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerGone
+from protocols.base import BadPayload, Buffer, Deadline, Member, PeerError, PeerGone, PeerId
 from protocols.pipeline.admission import Lease, StepAdmission
 from protocols.pipeline.calls import Abandoned, Call, CallStreams, NotCounted, StageIsBusy
 from protocols.pipeline.chained import ChainedMicrobatch
+from protocols.pipeline.fan_out import FanOut
 from protocols.pipeline.held_out import HeldOutLoss
 from protocols.pipeline.job import JobKind, JobResult, LeaseLost, Payload, StageJob, StageWork, VersionPassed
 from protocols.pipeline.messages import (
@@ -85,6 +86,7 @@ class PipelineDriver:
         self.routers = {stage: ReplicaRouter(rng) for stage in later}
         outer_rng = endpoint.host.rng("pipeline outer")  # what a replica refuses here, it may well do in training
         self.outer_routers = {stage: ReplicaRouter(outer_rng, OUTER_RETRY_SECONDS) for stage in later}
+        self._fan_outs = {stage: FanOut(endpoint.me.peer) for stage in later}
         self._number = 0
         self.way, self.meter, self.pairs = Way(False, ""), LoadMeter(), BrokenPairs()
         self._chains, self._upload, self._job_seconds, self._on_way = chains, upload, job_seconds, on_way
@@ -116,12 +118,17 @@ class PipelineDriver:
 
     @property
     def is_chained(self) -> bool:
-        """Whether the next microbatch goes in a chain. It does not while a live replica serves none."""
+        """Whether the next microbatch goes in a chain. It does not while a replica that it uses serves none."""
         if not self.way.is_chain:
             return False
         me, now = self.endpoint.me, loop_time()
-        later = [member for stage, members in self._replicas().items() if stage for member in members]
-        return not any(self.pairs.has(me, member, now) for member in later)
+        replicas = self._replicas()
+        used = [
+            member
+            for stage, router in self.routers.items()
+            for member in self._used(stage, replicas[stage], router).values()
+        ]
+        return not any(self.pairs.has(me, member, now) for member in used)
 
     # -- evaluation and text ------------------------------------------------------------------------------------------
 
@@ -183,14 +190,20 @@ class PipelineDriver:
         members = self.endpoint.host.members
         while loop_time() < deadline:
             version = members.version
-            live = {member.peer: member for member in self._replicas()[stage]}
-            peer = router.choose(tuple(live), loop_time())
+            used = self._used(stage, self._replicas()[stage], router)
+            peer = router.choose(tuple(used), loop_time())
             if peer is not None:
-                return live[peer]
+                return used[peer]
             # not until the end of a ban in one go: a probe that succeeds ends it sooner
-            retry_at = min(deadline, router.retry_at(tuple(live)) or deadline, loop_time() + LOOK_SECONDS)
+            retry_at = min(deadline, router.retry_at(tuple(used)) or deadline, loop_time() + LOOK_SECONDS)
             await members.changed(version, retry_at)
         raise Abandoned(f"no replica of stage {stage}")
+
+    def _used(self, stage: int, replicas: Sequence[Member], router: ReplicaRouter) -> dict[PeerId, Member]:
+        """Those of a stage's live replicas that this driver uses."""
+        live, now = {member.peer: member for member in replicas}, loop_time()
+        used = self._fan_outs[stage].of(tuple(live), lambda peer: router.is_given_up(peer, now))
+        return {peer: live[peer] for peer in used}
 
     def tell(self, kind: str, lease: Lease | None, stage: int, replica: Member) -> None:
         """Of what this driver does with a replica of another stage."""

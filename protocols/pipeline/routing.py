@@ -19,6 +19,7 @@ FIRST_SECONDS = 1.0  # call time of a replica before any was observed
 BAN_SECONDS, MAX_BAN_SECONDS = 0.5, 30.0
 """A replica is left alone after a failure for BAN_SECONDS, doubled with each further one in a row."""
 MAX_BUSY_SECONDS = 2.0  # the same for a replica that has no place, from the time on that it names
+GIVEN_UP_FAILURES = 3
 
 
 @dataclass(slots=True)
@@ -83,6 +84,11 @@ class ReplicaRouter:
 
     def retry_at(self, live: Sequence[PeerId]) -> float | None:
         return min((self._replica(peer).banned_until for peer in live), default=None)
+
+    def is_given_up(self, peer: PeerId, now: float) -> bool:
+        """Whether a replica has failed several calls in a row, and is still left alone."""
+        replica = self._replicas.get(peer)
+        return replica is not None and replica.failures >= GIVEN_UP_FAILURES and replica.banned_until > now
 
     def _start(self, peer: PeerId) -> float:
         return max(self._virtual_time, self._replicas[peer].finish)

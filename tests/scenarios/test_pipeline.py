@@ -16,6 +16,7 @@ from node.tasks.paced_stage import SIZES
 from node.training.stage_replica import StageSeconds
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.pipeline.driving import _Lane
+from protocols.pipeline.fan_out import FAN_OUT
 from protocols.pipeline.job import JobKind, JobResult, Payload, StageJob
 from protocols.pipeline.settings import PipelineEvent
 from protocols.streams.endpoint import RoundAccounting
@@ -97,6 +98,20 @@ async def test_stage_without_replicas_stops_the_run_until_they_return(run: Pipel
     await asyncio.sleep(0.0)
     goal = run.trained("p0") + 2
     await run.until(lambda: all(run.trained(peer) >= goal for peer in run.peers), 120.0, "two more rounds")
+
+
+@simulated(PipelineRunner, (0, *(1,) * (FAN_OUT + 1)))
+async def test_driver_of_many_replicas_uses_eight(run: PipelineRunner) -> None:
+    """Another one takes the place of one that dies."""
+    await run.rounds(2)
+    used = set(run.count("asked"))
+    assert len(used) == FAN_OUT
+    run.kill(lost := min(used))
+    await asyncio.sleep(SUSPECTED_SECONDS)
+    since = run.now
+    await run.rounds(2, ("p0",))
+    now_used = set(run.count("asked", since))
+    assert used - now_used == {lost} and len(now_used) == FAN_OUT
 
 
 @simulated(PipelineRunner, (0, 0, 1, 1))

@@ -1,0 +1,175 @@
+"""What a pipeline of many peers costs each of them: whom drivers use, streams, messages, bytes.
+
+    python -m benchmarks.large_pipelines [--peers 64,256,512] [--stages 4,8,16] [--json FILE]
+    python -m benchmarks.large_pipelines reach
+
+As many peers in each stage, of speeds 1 to 4, in the simulator, between two rounds: B = 8, A = 8, links of 50 ms; a
+replica of speed 1 takes two seconds for a microbatch. `all` is the same with drivers that use all replicas of each
+stage. Payloads have a few bytes, so nearly all that is sent are headers. Heartbeats are not sent here.
+
+`reach` plays nothing: 32 drivers, and 32 replicas of a stage, of which each driver uses 2 to 8. How much of the stage's
+capacity can be used if all drivers are as fast as their own stage allows? The largest flow, in 100 draws.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from unittest import mock
+
+from benchmarks.pipeline import MeasuredWorld, played, scenario_of
+from benchmarks.planning import numbers
+from protocols.base import PeerId
+from protocols.pipeline import fan_out
+from tests.sim.arguments import Parser
+from tests.sim.faults import Faults
+from tests.sim.process import prepare
+from tests.sim.scenario import Scenario
+
+BATCHES, LOOKAHEAD = 8, 8
+SPEEDS, MICROBATCH_SECONDS = (1.0, 2.0, 3.0, 4.0), 2.0
+WARM_SECONDS, SECONDS = 40.0, 100.0
+REACHED = 32  # drivers, and replicas, of `reach`
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """`streams` are those open at the end; `messages` and `sent` of a peer in a second. Means, but for those `most`."""
+
+    peers: int
+    stages: int
+    uses: str
+    share: float  # of the slowest stage's capacity
+    replicas_of_driver: int  # most, in all stages
+    drivers_of_replica: int  # most
+    driver_streams: int  # most
+    replica_streams: int  # most
+    messages: float  # for each microbatch that a stage counts
+    sent: float
+
+
+class LargeWorld(MeasuredWorld):
+    """Counts messages and bytes after the warm-up."""
+
+    messages = sent = 0
+
+    def __init__(self, scenario: Scenario, seconds: float) -> None:
+        super().__init__(scenario, seconds)
+        self._stages = {peer: index % scenario.stages for index, peer in enumerate(self.peers)}
+
+    def stage(self, peer: PeerId) -> int:
+        return self._stages[peer]
+
+    async def _wait(self, seconds: float) -> None:
+        await super()._wait(WARM_SECONDS)
+        before = self._traffic()
+        await super()._wait(seconds - WARM_SECONDS)
+        self.messages, self.sent = (after - was for after, was in zip(self._traffic(), before, strict=True))
+        self.streams = {peer: len(self.network.nodes[peer].ends) for peer in self.peers}
+
+    def _traffic(self) -> tuple[int, int]:
+        nodes = self.network.nodes.values()
+        return sum(node.messages for node in nodes), sum(node.sent_bytes for node in nodes)
+
+
+def play(peers: int, stages: int, uses: int | None) -> Crowd:
+    """With drivers that use so many replicas of each stage; None: all."""
+    rng, replicas = random.Random(f"speeds/{peers}"), peers // stages
+    speeds = [SPEEDS[index % len(SPEEDS)] / MICROBATCH_SECONDS for index in range(replicas)]
+    rates = [rng.sample(speeds, replicas) for _ in range(stages)]
+    with mock.patch.object(fan_out, "FAN_OUT", uses or peers):
+        world = played(LargeWorld(scenario_of(rates, 0, 1_000_000, Faults(), BATCHES, LOOKAHEAD), SECONDS))
+    used: dict[PeerId, set[PeerId]] = defaultdict(set)
+    for at, event in world.events:
+        if event.kind == "asked" and at >= WARM_SECONDS:
+            used[event.origin.peer].add(event.replica.peer)
+            used[event.replica.peer].add(event.origin.peer)
+    drivers, later = world.of_stage(0), [peer for peer in world.peers if world.stage(peer)]
+    rate = world.rate(WARM_SECONDS)
+    counted = rate * (SECONDS - WARM_SECONDS) * stages
+    return Crowd(
+        peers=peers,
+        stages=stages,
+        uses=str(uses or "all"),
+        share=rate / sum(rates[0]),
+        replicas_of_driver=max(len(used[peer]) for peer in drivers),
+        drivers_of_replica=max(len(used[peer]) for peer in later),
+        driver_streams=max(world.streams[peer] for peer in drivers),
+        replica_streams=max(world.streams[peer] for peer in later),
+        messages=world.messages / counted,
+        sent=world.sent / counted,
+    )
+
+
+def reach(uses: int, speeds: Sequence[int], seed: int) -> float:
+    """The largest flow from drivers of these speeds to replicas of the same, by augmenting paths, as a share."""
+    rng, all_speeds = random.Random(f"reach/{seed}"), [*speeds] * (REACHED // len(speeds))
+    drivers = {f"driver {seed}/{index}": speed for index, speed in enumerate(rng.sample(all_speeds, REACHED))}
+    replicas = {f"replica {seed}/{index}": speed for index, speed in enumerate(rng.sample(all_speeds, REACHED))}
+    used = {driver: fan_out.ranked(driver, [*replicas])[:uses] for driver in drivers}
+    flow: dict[str, Counter[str]] = {replica: Counter() for replica in replicas}
+
+    def augment(driver: str, seen: set[str]) -> bool:
+        for replica in used[driver]:
+            if replica in seen:
+                continue
+            seen.add(replica)
+            before = [other for other, part in flow[replica].items() if part]
+            if flow[replica].total() < replicas[replica]:
+                flow[replica][driver] += 1
+                return True
+            for other in before:
+                if augment(other, seen):
+                    flow[replica][other] -= 1
+                    flow[replica][driver] += 1
+                    return True
+        return False
+
+    found = sum(augment(driver, set()) for driver, speed in drivers.items() for _ in range(speed))
+    return found / sum(all_speeds)
+
+
+def print_reach() -> None:
+    print("| replicas that a driver uses | speeds | share of the capacity: mean | least |\n|---|---|---|---|")
+    for uses in (2, 4, 6, 8):
+        for what, speeds in (("equal", (1,)), ("1:4", (1, 2, 3, 4))):
+            found = [reach(uses, speeds, seed) for seed in range(100)]
+            print(f"| {uses} | {what} | {fmean(found):.3f} | {min(found):.3f} |", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m benchmarks.large_pipelines", description="Pipelines of many peers.")
+    parser.add_argument("experiment", nargs="?", choices=("play", "reach"), default="play")
+    parser.add_argument("--peers", type=numbers, default=[64, 256, 512])
+    parser.add_argument("--stages", type=numbers, default=[4, 8, 16], help="of each of these swarms")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    options = parser.parse_args(arguments)
+    if len(options.peers) != len(options.stages):
+        parser.error("give as many numbers of stages as of peers")
+    if options.experiment == "reach":
+        print_reach()
+        return 0
+    prepare()
+    found = []
+    print("| peers, stages | replicas of a stage that a driver uses | share of the capacity | replicas of a driver |"
+          " drivers of a replica | streams: of a driver | of a replica | messages a microbatch and stage | bytes |\n"
+          + "|---" * 9 + "|")  # fmt: skip
+    for (peers, stages), uses in ((size, uses) for size in zip(options.peers, options.stages, strict=True)
+                                  for uses in (fan_out.FAN_OUT, None)):  # fmt: skip
+        found.append(each := play(peers, stages, uses))
+        most = (each.replicas_of_driver, each.drivers_of_replica, each.driver_streams, each.replica_streams)
+        cells = (each.uses, f"{each.share:.2f}", *map(str, most), f"{each.messages:.1f}", f"{each.sent:.0f}")
+        print(f"| {peers}, {stages} | {' | '.join(cells)} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
