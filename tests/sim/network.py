@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocols.base import Deadline, Handler, Member, PeerGone, PeerId, PeerSilent
+from protocols.base import Deadline, Handler, Member, NotAccepted, PeerGone, PeerId, PeerSilent
 from tests.sim.contact import Contacts
 from tests.sim.loop import SimProcess
 from tests.sim.pipe import EOF, RESET, SimPipe
@@ -21,6 +21,9 @@ from tests.sim.transport import SimTransport
 
 Watch = Callable[[PeerId, int, str, PeerId], None]
 """Called before each message of a peer takes effect: (peer, message number, "sent" or "received", other peer)."""
+
+Answer = SimPipe | type[PeerGone]
+"""To the opening of a stream: the opener's end of it, or the error that says why there is none."""
 
 
 @dataclass
@@ -163,24 +166,24 @@ class SimNetwork:
         self._count(node, "sent", peer)
         if not node.process.alive:
             raise PeerGone(peer, "this process is dead")
-        answer: asyncio.Future[SimPipe | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.travel(node.peer, peer, lambda: self._knock(node, peer, method, answer))
         try:
             async with asyncio.timeout_at(deadline):
                 end = await answer
         except TimeoutError:
             raise PeerSilent(peer, "no answer before the deadline") from None
-        if end is None:
-            raise PeerGone(peer, f"cannot be reached, or does not serve {method}")
+        if isinstance(end, type):
+            raise end(peer, f"cannot be reached, or does not serve {method}")
         return end
 
-    def _knock(self, node: Node, peer: PeerId, method: str, answer: asyncio.Future[SimPipe | None]) -> None:
+    def _knock(self, node: Node, peer: PeerId, method: str, answer: asyncio.Future[Answer]) -> None:
         target = self.nodes.get(peer)
         if target and self._held_up(node.peer, target, lambda: self._knock(node, peer, method, answer)):
             return
-        is_refused = (node.peer, peer) in self.apart
-        if target is None or not target.process.alive or method not in target.handlers or is_refused:
-            self.travel(peer, node.peer, lambda: self._answered(node, peer, None, answer))
+        refusal = self._refusal(node.peer, target, method)
+        if target is None or refusal:
+            self.travel(peer, node.peer, lambda: self._answered(node, peer, refusal or PeerGone, answer))
             return
         self._streams += 1
         mine, theirs = SimPipe(self, node, self._streams), SimPipe(self, target, self._streams)
@@ -188,12 +191,19 @@ class SimNetwork:
         self._accept(target, node.peer, method, theirs)
         self.travel(peer, node.peer, lambda: self._answered(node, peer, mine, answer))
 
-    def _answered(self, node: Node, peer: PeerId, end: SimPipe | None, answer: asyncio.Future[SimPipe | None]) -> None:
+    def _refusal(self, opener: PeerId, target: Node | None, method: str) -> type[PeerGone] | None:
+        """The error for an opening that is not accepted; None if it is."""
+        if target is None or not target.process.alive or (opener, target.peer) in self.apart:
+            return PeerGone
+        is_served = method in target.handlers and self.transports[target.peer].access.serves(opener, method)
+        return None if is_served else NotAccepted
+
+    def _answered(self, node: Node, peer: PeerId, end: Answer, answer: asyncio.Future[Answer]) -> None:
         if self._held_up(peer, node, lambda: self._answered(node, peer, end, answer)):
             return
         if answer.done() or not node.process.alive:  # the caller gave up, or died
-            return end.sever() if end else None
-        if end:
+            return end.sever() if isinstance(end, SimPipe) else None
+        if isinstance(end, SimPipe):
             node.ends[end.number] = end
         answer.set_result(end)
 

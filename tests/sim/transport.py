@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from protocols.base import BadPayload, Deadline, Handler, PeerError, PeerId, Stream
+from node.streams.serving import Access, OpenAccess
+from protocols.base import BadPayload, Deadline, Handler, NotAccepted, PeerError, PeerId, Stream
 from protocols.streams.framing import FramedStream, accepted, opened
 from tests.sim.pipe import SimPipe
 
@@ -21,6 +22,8 @@ class SimTransport:
     def __init__(self, network: SimNetwork, node: Node) -> None:
         self.network, self.node = network, node
         self.me = node.peer
+        self.access: Access = OpenAccess()
+        self._answering: list[PeerId] = []  # the openers of incoming streams
         self.refused: list[tuple[PeerId, str]] = []
         self.disguise: Callable[[str, FramedStream, SimPipe], Stream] = lambda method, stream, pipe: stream
         """Wraps each stream of a lying peer."""
@@ -30,9 +33,27 @@ class SimTransport:
             raise ValueError(f"{method} is served already")
         self.node.handlers[method] = handler
 
+    def restrict(self, access: Access) -> None:
+        self.access = access
+
+    def served(self) -> set[PeerId]:
+        """The peers that have streams open to this one."""
+        return set(self._answering)
+
+    def expel(self, peer: PeerId) -> None:
+        """End all streams from and to a peer at once."""
+        for end in [end for end in self.node.ends.values() if end.other.node.peer == peer]:
+            end.sever()
+
     @asynccontextmanager
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        end = await self.network.connect(self.node, peer, method, deadline)
+        await self.access.before(peer, method, deadline)
+        try:
+            end = await self.network.connect(self.node, peer, method, deadline)
+        except NotAccepted:  # the peer may have started anew, and not know this one
+            if not await self.access.refused(peer, method, deadline):
+                raise
+            end = await self.network.connect(self.node, peer, method, deadline)
         try:
             yield self.disguise(method, await opened(peer, end, deadline), end)
         except BaseException:
@@ -42,6 +63,7 @@ class SimTransport:
 
     async def answer(self, peer: PeerId, method: str, end: SimPipe) -> None:
         """Serve one incoming stream; errors of handlers end here."""
+        self._answering.append(peer)
         try:
             stream = await accepted(peer, end, OPENING_SECONDS, self._refuse)
             if stream is None:
@@ -59,6 +81,8 @@ class SimTransport:
         except Exception as error:  # noqa: BLE001 - the handler boundary; the bug fails the run
             self.network.bugs.append(error)
             end.reset()
+        finally:
+            self._answering.remove(peer)
 
     def _refuse(self, peer: PeerId, error: BadPayload) -> None:
         self.refused.append((peer, str(error)))
