@@ -13,6 +13,7 @@ from node.membership.hello import (
     STAYS,
     UNPLACED,
     VERSION,
+    Crowded,
     Heartbeat,
     Hello,
     HelloRejected,
@@ -25,8 +26,9 @@ from node.membership.seats import SeatLine, Seats
 from node.outer.activity import Activity
 from protocols import wire
 from protocols.aio import peer_timeout, task_group
-from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
+from protocols.base import BadPayload, Clock, Member, PeerGone, PeerId, Signer, Stream
 
+CROWDED_SECONDS = 15.0  # a peer that has no room for another watcher is left alone for this long
 IDLE_SECONDS = 60.0  # the peer stops serving a watcher that sends no heartbeat for this long
 GAP_SECONDS = 0.05
 """Least pause between two answers to one peer. Heartbeats that come faster wait, which slows down their sender."""
@@ -152,6 +154,9 @@ class HandshakeProtocol:
                 echo = await stream.receive(wire.MAX_HEADER_BYTES)
                 if isinstance(echo, HelloRejected):
                     on_refusal(contact.peer, echo)
+                if isinstance(echo, Crowded):
+                    contact.crowded_until = asyncio.get_running_loop().time() + CROWDED_SECONDS
+                    raise PeerGone(contact.peer, "it is watched by as many peers as it answers")
                 pulse = wire.expect(echo, Heartbeat)
                 began = sent.pop(pulse.number, None)
                 if began is None:
@@ -169,8 +174,10 @@ class HandshakeProtocol:
         if contact.round_trip_seconds <= QUICK_SECONDS:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
 
-    async def echo(self, contact: PeerRecord, hello: Hello, stream: Stream) -> None:
-        """Answer heartbeats until the watcher leaves, or a handshake with another process of the same peer succeeds."""
+    async def echo(self, contact: PeerRecord, hello: Hello, stream: Stream, answers: Callable[[], bool]) -> None:
+        """Answer heartbeats until the watcher leaves, another process of the same peer completes a handshake, or this
+        peer has too many watchers: `answers`, called at each heartbeat, returns whether to answer it.
+        """
         while True:
             async with peer_timeout(IDLE_SECONDS, contact.peer, "it sends pulses"):
                 pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat)
@@ -178,6 +185,8 @@ class HandshakeProtocol:
                 return  # the table has dropped this peer; it may greet again
             if contact.hello.nonce != hello.nonce:
                 return await stream.send(HelloRejected("another incarnation of it is known", (contact.hello,)))
+            if not answers():
+                return await stream.send(Crowded())
             self._take(contact, pulse)
             contact.called()
             await stream.send(self.pulse(pulse.number))

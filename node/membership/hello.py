@@ -146,6 +146,11 @@ class HelloRejected(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class Crowded(Header):
+    """Answers a heartbeat: the sender is watched by as many peers as it answers. It may be watched later."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """What a peer of a run with stages says of its place: the rule that moves peers reads it."""
 
@@ -316,3 +321,4 @@ register(63, (WantSummary,))
 register(188, (WantStage, WantStageBefore, StageReply, StageRejected))
 register(193, (ReseatRequest, Endorsed, ReseatRefused))
 register(200, (ProbePorts, PortsProbed))
+register(239, (Crowded,))

@@ -1,20 +1,25 @@
 """The live peers: those that completed a handshake with this peer and answer its heartbeats.
 
-Every peer watches every other on a stream of its own: it greets, then sends a heartbeat each second, which the other
-peer echoes. So liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection
-of a stopped process stays. A silent peer is suspected (`node.membership.failure_detector`). A peer whose stream breaks
-and cannot be opened again is gone at once.
+A peer watches another on a stream of its own: it greets, then sends a heartbeat each second, which the other peer
+echoes. So liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection of a
+stopped process stays. A silent peer is suspected (`node.membership.failure_detector`). A peer whose stream breaks and
+cannot be opened again is gone at once.
+
+Up to `MAX_WATCHED` peers all watch each other. In a larger run a peer watches some (`node.membership.watching`), and
+those that watch it are live for it as well. Of the others it knows that they exist: it greets one of them now and then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 from node.membership.failure_detector import FailureDetector
@@ -30,7 +35,9 @@ from node.membership.hello import (
     sound,
 )
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
-from node.membership.peer_record import MAX_FAILURES, PeerRecord, PeerTable
+from node.membership.peer_record import DIAL_SECONDS, MAX_CONTACTS, MAX_FAILURES, PeerRecord, PeerTable
+from node.membership.watchers import MAX_WATCHERS, Watchers
+from node.membership.watching import MAX_WATCHED, Group, Known, Lot, Role, choose
 from node.network.address_scope import has_moved
 from node.outer import sketch as sketches
 from node.outer.activity import Activity
@@ -54,6 +61,10 @@ CUT_FAILURES = 3  # tries in a row after which the connection to a peer that was
 MAX_INTRODUCED_ADDRESSES = 6
 """Addresses of each introduced peer: those of all introduced peers together must fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
+CHOOSE_SECONDS = 1.0  # between two choices of the peers to watch, if this peer's role stays the same
+PROBE_SECONDS = 2.0
+"""Between two greetings of peers that are not watched. They show who is still there, and introduce others."""
+MAX_PROBE_FAILURES = 2
 
 Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
 Drop = Callable[[PeerId, Deadline], Awaitable[None]]
@@ -70,13 +81,15 @@ class Membership:
         clock: Clock,
         signer: Signer,
         wanted: Callable[[], Iterable[PeerId]] = tuple,
+        role: Callable[[Sequence[Known]], Role] | None = None,
         reach: Reach | None = None,
         drop: Drop | None = None,
         seen_at: Callable[[PeerId], str] = lambda peer: "",
         on_duplicate_identity: Callable[[str], None] = lambda line: None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
-        """`wanted` returns peers that are dialled again without limit, such as the roster's.
+        """`wanted` returns peers that are dialled again without limit, such as the roster's. `role` returns whom to
+        watch of the peers that are known, if they are too many; None: those that are wanted, and any others.
 
         `reach` connects the transport to a peer at one of its addresses, or raises a `PeerError`; `drop` closes the
         transport's connections to a peer, so that the next attempt dials it. None: the transport finds peers by itself.
@@ -89,7 +102,16 @@ class Membership:
         self._wanted, self._reach, self._drop, self._seen_at = wanted, reach, drop, seen_at
         self._handshake = HandshakeProtocol(local, clock, signer, self._on_heard)
         self._away: set[PeerId] = set()  # live, and away as they say
-        self._contacts = PeerTable(local.me.peer, wanted, self._on_forget)
+        self._lot = Lot(hashlib.sha256(signer.sign(b"starling watch %d" % local.nonce)).digest())
+        self._contacts = PeerTable(local.me.peer, wanted, self._on_forget, self._lot)
+        self._watchers = Watchers(self._lot)
+        self._role = role or (lambda known: Role((Group(tuple(wanted()), MAX_WATCHED),)))
+        self._named, self._chosen_at = frozenset[PeerId](), -math.inf
+        self._choice: frozenset[PeerId] | None = None  # the peers to watch; None: all
+        self._probed: PeerRecord | None = None  # the peer that is being greeted without being watched
+        self._probed_at = -math.inf
+        self._greetings = 0
+        self._say, self._said = say, set[str]()
         self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
         self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
@@ -216,13 +238,15 @@ class Membership:
     ) -> PeerRecord | None:
         """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it."""
         contact = self._contacts.add(peer, addresses, introduced_by)
-        if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
+        due = contact and self._watches(contact) and contact.is_due(asyncio.get_running_loop().time())
+        if contact and due and self._group:
             contact.task = self._group.create_task(self._keep_contact(contact))
         return contact
 
     def _on_forget(self, contact: PeerRecord) -> None:
         contact.hello = None
         self._away.discard(contact.peer)
+        self._lot.forget(contact.peer)
         if contact.task:
             contact.task.cancel()
 
@@ -243,9 +267,13 @@ class Membership:
         while True:
             now = loop.time()
             gap = self.host_monitor.tick(now, TICK_SECONDS, self._offsets)
+            self._choose(now)
+            self._watchers.tick(now, slept=gap is not None)
             for contact in self._contacts:
                 if gap and gap.anew:
                     contact.recheck(now, gap.doubtful)
+                elif not self._watches(contact):
+                    self._unwatch(contact)
                 elif contact.task is None:
                     self._wake(contact, now)
                 elif contact.watching is None or contact.handshake_at is None:  # a dial has a deadline of its own
@@ -257,6 +285,7 @@ class Membership:
                     contact.end_watch()
             for peer in self._wanted():
                 self.add_candidate(peer)
+            self._probe_next(now)
             await asyncio.sleep(TICK_SECONDS)
 
     def _set_live(self, contact: PeerRecord, live: bool, why: str = "") -> None:
@@ -274,6 +303,7 @@ class Membership:
 
     async def _keep_contact(self, contact: PeerRecord) -> None:
         """Watch one peer until that fails, then pause without a task; pauses grow from failure to failure."""
+        contact.unwatched = False
         while True:
             contact.handshake_at = None
             if not contact.live and contact.is_doubtful():
@@ -283,6 +313,10 @@ class Membership:
                 await self._disconnect(contact)
                 continue
             contact.cut = False
+            if (until := contact.crowded_until) > asyncio.get_running_loop().time():
+                self._set_live(contact, False, why)
+                contact.rested, contact.task = (until, until), None
+                return
             if contact.stream_ended(asyncio.get_running_loop().time()):
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -291,7 +325,8 @@ class Membership:
             log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
             if contact.failures == CUT_FAILURES and contact.hello:
                 await self._disconnect(contact)
-            return contact.back_off(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
+            contact.back_off(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
+            return
 
     def _wake(self, contact: PeerRecord, now: float) -> None:
         """Try a pausing peer that is due or has called us; forget one that never answers and is not wanted."""
@@ -352,6 +387,16 @@ class Membership:
             await dialling.enter_async_context(self._dials)
 
     async def _greet(self, contact: PeerRecord, stream: Stream) -> None:
+        welcome = await self._greeted(contact, stream)
+        now = asyncio.get_running_loop().time()
+        contact.detector = FailureDetector(now)
+        contact.failures, contact.handshake_at = 0, now
+        contact.stale = contact.cut = False
+        self._set_live(contact, True)
+        self.drop_unseated()
+        self._introduced(contact, welcome)  # only now: a live peer is not forgotten in favour of those it introduces
+
+    async def _greeted(self, contact: PeerRecord, stream: Stream) -> Welcome:
         await stream.send(self._handshake.hello())
         answer = await stream.receive(wire.MAX_HEADER_BYTES)
         if isinstance(answer, HelloRejected):
@@ -361,14 +406,12 @@ class Membership:
         if contact.is_older(welcome.hello):
             raise BadPayload("it greets from an older incarnation")
         self._meet(contact, welcome.hello)
-        now = asyncio.get_running_loop().time()
-        contact.detector = FailureDetector(now)
-        contact.failures, contact.handshake_at = 0, now
-        contact.stale = contact.cut = False
-        self._set_live(contact, True)
-        self.drop_unseated()
-        for each in welcome.known:  # only now: a live peer is not forgotten in favour of those that it introduces
-            if each.peer not in self._contacts:
+        return welcome
+
+    def _introduced(self, contact: PeerRecord, welcome: Welcome) -> None:
+        for each in welcome.known:
+            known = self._contacts.get(each.peer)
+            if known is None or not known.addresses:  # such as a member of the roster that was only named so far
                 self.add_candidate(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], introduced_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
@@ -385,6 +428,72 @@ class Membership:
                 raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")
             self._on_duplicate_identity(DUPLICATE_IDENTITY)
         raise PeerGone(peer, f"it refuses this peer: {refusal.why}")
+
+    # -- whom this peer watches, and what it knows of the others ------------------------------------------------------
+
+    def _watches(self, contact: PeerRecord) -> bool:
+        return self._choice is None or contact.peer in self._choice
+
+    def _choose(self, now: float) -> None:
+        """Choose whom to watch. In a run of up to `MAX_WATCHED` peers these are all peers that are known."""
+        named = frozenset(self._wanted())
+        if named == self._named and now < self._chosen_at + CHOOSE_SECONDS:
+            return
+        known = [
+            Known(each.peer, each.stage, each.placement.member, bool(each.failures) or now < each.crowded_until)
+            for each in self._contacts
+            if each.hello or each.peer in named
+        ]
+        self._named, self._chosen_at, before = named, now, self._choice
+        self._choice = choose(self._role(known), known, self._lot)
+        if (before is None) != (self._choice is None):
+            count = "all others" if self._choice is None else f"{len(self._choice)} of them"
+            log.info("%d peers are known: this one watches %s", len(known), count)
+        if self._contacts.is_full:
+            self._say_once(f"the run has more peers than the {MAX_CONTACTS} that this one keeps in mind, drawn by lot")
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
+
+    def _unwatch(self, contact: PeerRecord) -> None:
+        if contact.task and contact is not self._probed:
+            contact.task.cancel()
+            contact.task, contact.handshake_at = None, None
+        if contact.live and contact.peer not in self._watchers:
+            self._set_live(contact, False, "not watched")
+        contact.unwatched = not contact.live and not contact.failures
+
+    def _probe_next(self, now: float) -> None:
+        """Greet the peer that was not tried for longest, of those that are known and not watched."""
+        if self._choice is None or self._probed or now < self._probed_at + PROBE_SECONDS or not self._group:
+            return
+        resting = [each for each in self._contacts if not (each.live or self._watches(each) or each.task)]
+        if resting:
+            self._probed, self._probed_at = min(resting, key=lambda each: (each.tried_at, self._lot(each.peer))), now
+            self._probed.task = self._group.create_task(self._probe(self._probed))
+
+    async def _probe(self, contact: PeerRecord) -> None:
+        contact.tried_at = asyncio.get_running_loop().time()
+        deadline = contact.tried_at + DIAL_SECONDS
+        try:
+            if self._reach and contact.addresses:
+                await self._reach(contact.peer, contact.addresses, deadline)
+            async with (
+                peer_timeout(DIAL_SECONDS, contact.peer, "it is greeted"),
+                self._transport.open(contact.peer, HELLO, deadline) as stream,
+            ):
+                self._introduced(contact, await self._greeted(contact, stream))
+            contact.failures = 0
+        except PeerError as error:
+            contact.failures, contact.why = contact.failures + 1, error.why
+            if contact.failures >= MAX_PROBE_FAILURES and not self._contacts.wants(contact.peer):
+                self._contacts.forget(contact)
+        finally:
+            self._probed, contact.task = None, None
+        if not contact.live:
+            await self._disconnect(contact)
 
     # -- being watched ------------------------------------------------------------------------------------------------
 
@@ -407,7 +516,21 @@ class Membership:
         self.drop_unseated()
         await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()
-        await self._handshake.echo(contact, hello, stream)
+        try:
+            await self._handshake.echo(contact, hello, stream, partial(self._answers, contact))
+        finally:
+            self._watchers.ended(peer, asyncio.get_running_loop().time())
+
+    def _answers(self, contact: PeerRecord) -> bool:
+        """Whether to answer a heartbeat of a peer that watches this one."""
+        needed = lambda: {*self._wanted(), *(self._choice or ())}  # noqa: E731
+        answers = self._watchers.hear(contact.peer, asyncio.get_running_loop().time(), needed)
+        if not answers:
+            self._say_once(f"more than {MAX_WATCHERS} peers watch this one: it answers those that are drawn by lot")
+        if answers and not self._watches(contact):
+            contact.failures, contact.unwatched = 0, False
+            self._set_live(contact, True)
+        return answers
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 
@@ -436,6 +559,13 @@ class Membership:
 
     def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
         others = [each for each in self._contacts if each.live and each.peer != to]
+        if self._choice is not None:  # else always the same ones would be introduced: half of the wanted, others
+            self._greetings += 1
+            lot = Lot(b"%d" % self._greetings)
+            named = set(self._wanted())
+            others.sort(key=lambda each: lot(each.peer))
+            first = [each for each in others if each.peer in named][: MAX_INTRODUCED // 2]
+            others = [*first, *(each for each in others if each not in first)]
         return tuple(PeerAddress(each.peer, self._addresses(each)) for each in others[:MAX_INTRODUCED])
 
     def _addresses(self, contact: PeerRecord) -> tuple[str, ...]:

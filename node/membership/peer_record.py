@@ -20,9 +20,9 @@ WANTED_PAUSE_SECONDS = 10.0
 UNWANTED_PAUSE_SECONDS = 60.0
 MAX_BREAKS = 2
 MAX_FAILURES = 10  # failures in a row after which the table drops a peer that is not wanted
-MAX_CONTACTS = 256
-MAX_OUTSIDERS = 192
-"""Live peers that are not wanted. The remaining places are for the roster and for peers not yet contacted."""
+MAX_CONTACTS = 2048
+"""Of a run's peers a peer knows so many: some by their greetings, and a few that it was told of."""
+MAX_UNMET = 256  # peers that never answered
 MAX_INTRODUCED_BY_ONE = 32  # peers introduced by one other peer that have never answered
 MAX_PEER_CHARACTERS = 64
 NOTHING_SAID = Heartbeat(0, 0.0, 0, False, b"", 0, 0.0, 0)
@@ -44,6 +44,9 @@ class PeerRecord:
     round_trip_seconds: float = 0.0
     refusal: tuple[StageSeat, float] | None = None  # the seat for which it has refused this peer, and when
     introduced_by: PeerId = ""
+    unwatched: bool = False  # in a run of many peers, neither of the two watches the other: it may be alive
+    crowded_until: float = 0.0  # until then it has no room for this peer, as it says
+    tried_at: float = -math.inf  # when this peer greeted it for the last time without watching it
     failures: int = 0  # attempts in a row that did not make it live
     breaks: int = 0  # streams in a row that broke soon after a handshake
     broke_rules: bool = False  # its process broke a rule, or too many streams: not dialled before the pause is over
@@ -161,9 +164,12 @@ class PeerTable:
         me: PeerId,
         wanted: Callable[[], Iterable[PeerId]],
         on_forget: Callable[[PeerRecord], None] = lambda contact: None,
+        lot: Callable[[PeerId], bytes] = str.encode,
     ) -> None:
-        self._me, self._wanted, self._on_forget = me, wanted, on_forget
+        """If there are too many peers, `lot` decides which are kept: those of the smallest values."""
+        self._me, self._wanted, self._on_forget, self._lot = me, wanted, on_forget, lot
         self._contacts: dict[PeerId, PeerRecord] = {}
+        self.is_full = False  # a peer that has answered was forgotten, or not added, because there were too many
 
     def __iter__(self) -> Iterator[PeerRecord]:
         return iter(tuple(self._contacts.values()))
@@ -202,11 +208,14 @@ class PeerTable:
             >= MAX_INTRODUCED_BY_ONE
         ):
             return False
-        if peer not in wanted and sum(each.live for each in outsiders) >= MAX_OUTSIDERS:
-            return False
+        unmet = [each for each in outsiders if each.hello is None]
+        if len(unmet) >= MAX_UNMET and peer not in wanted:
+            self.forget(max(unmet, key=lambda each: each.failures))
         if len(self._contacts) < MAX_CONTACTS:
             return True
-        hopeless = [each for each in outsiders if not each.live] or (outsiders if peer in wanted else [])
-        if hopeless:
-            self.forget(max(hopeless, key=lambda each: each.failures))
-        return bool(hopeless)
+        spare = [each for each in outsiders if not each.live] or (outsiders if peer in wanted else [])
+        if spare:
+            last = max(spare, key=lambda each: (each.hello is None, each.failures, self._lot(each.peer)))
+            self.is_full |= last.hello is not None
+            self.forget(last)
+        return bool(spare)

@@ -20,6 +20,7 @@ from node.joining.stages import StageAssigner
 from node.machine.monitor import MachineMonitor, SleepGuard
 from node.membership.handshake import LocalPeer, LocalStage
 from node.membership.membership import Membership
+from node.membership.watching import Known, Role, roster_role, stage_role
 from node.network.dht import DhtDirectory
 from node.outer.error_feedback import feedback
 from node.outer.independent_loop import IndependentOuterLoop
@@ -173,6 +174,7 @@ class SessionBuilder:
             clock=peer.clock,
             signer=peer.state.identity,
             wanted=lambda: [*(member.peer for member in history.members(MAX_ROSTER) if member != peer.me), *silent],
+            role=partial(self._role, stage),
             reach=partial(reach, peer.transport.connect),
             drop=peer.transport.forget,
             seen_at=peer.transport.seen_at,
@@ -187,6 +189,17 @@ class SessionBuilder:
                 membership.add_candidate(other, addresses)
         bootstrap.on_named = add_candidates(membership)
         return membership
+
+    def _role(self, stage: LocalStage | None, known: Sequence[Known]) -> Role:
+        """Whom to watch if there are too many. Peers with independent state watch any others."""
+        if isinstance(self._history, LocalHistory):
+            return Role()
+        role = roster_role(self._peer.me.peer, [member.peer for member in self._history.head.roster])
+        if stage is None:
+            return role
+        seats = stage.seats  # those that were given and not used yet count until their peers are away
+        firsts = [seat.member.peer for seat in seats.known.values() if not seats.is_final(seat)]
+        return stage_role(role, stage.seat.stage, seats.stages, firsts, known)
 
     def directory(self, membership: Membership) -> DhtDirectory:
         peer = self._peer

@@ -154,7 +154,7 @@ class StageRefill:
         now, contacts = loop_time(), self._membership.contacts()
         for stage in range(self._seats.stages):
             members = [each for each in contacts if self._has_state(each, stage)]
-            if stage == self._stage or any(each.live for each in members):
+            if stage == self._stage or any(each.live or each.unwatched for each in members):
                 self._empty_since.pop(stage, None)
                 self._away.discard(stage)
                 continue

@@ -238,7 +238,7 @@ class StatusTracker:
                 left=each.left,
             )
             for each in self._membership.contacts()
-            if each.hello or each.peer in roster
+            if (each.hello or each.peer in roster) and not each.unwatched
         )
 
     def _apart(self) -> set[PeerId]:

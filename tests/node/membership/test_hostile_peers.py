@@ -12,7 +12,7 @@ import pytest
 
 from node.membership.handshake import IDLE_SECONDS
 from node.membership.hello import HELLO, MAX_INTRODUCED, Heartbeat, Hello, HelloRejected, PeerAddress
-from node.membership.peer_record import MAX_CONTACTS, MAX_FAILURES, MAX_INTRODUCED_BY_ONE
+from node.membership.peer_record import MAX_CONTACTS, MAX_FAILURES, MAX_INTRODUCED_BY_ONE, MAX_UNMET
 from protocols import wire
 from protocols.base import Deadline, Member, PeerError, PeerGone, PeerId
 from tests.support.membership_swarm import HostilePeer, MembershipSwarm, greeting
@@ -152,7 +152,7 @@ async def test_full_contact_table_reserves_room_for_roster(swarm: MembershipSwar
         contact = members.add_candidate(f"stranger{number}")
         if contact:
             contact.live, contact.hello = True, greeting(contact.peer)
-    assert sum(each.live for each in members.contacts()) < MAX_CONTACTS
+    assert len(members.contacts()) == MAX_CONTACTS
     swarm.start("b")
     await until(lambda: "b" in swarm.sees("a"), 20.0)
 
@@ -200,12 +200,12 @@ async def test_hint_flood_is_bounded_and_keeps_live_peers(swarm: MembershipSwarm
     swarm.network.kill("c")
     await until(lambda: "c" not in swarm.sees("a"), 20.0)
     most = 0
-    for number in range(5 * MAX_CONTACTS):
+    for number in range(5 * MAX_UNMET):
         swarm.members["a"].add_candidate(f"ghost{number}", ("/ip4/10.9.9.9/tcp/1",))
         most = max(most, len(swarm.members["a"].contacts()))
         if number % 100 == 0:
             await asyncio.sleep(0.05)
-    assert most == MAX_CONTACTS
+    assert most == MAX_UNMET + 2
     assert {"b", "c"} <= set(swarm.contacts("a"))
     assert swarm.sees("a") == ["a", "b"]
     swarm.start("c")
@@ -218,7 +218,7 @@ async def test_hint_flood_is_bounded_and_keeps_live_peers(swarm: MembershipSwarm
 @on_virtual_time
 async def test_peer_introducing_many_to_full_table_is_met(swarm: MembershipSwarm) -> None:
     await swarm.meet("abc")
-    for number in range(MAX_CONTACTS):
+    for number in range(MAX_UNMET):
         swarm.members["a"].add_candidate(f"ghost{number}")
     friend = HostilePeer(swarm)
     friend.known = tuple(PeerAddress(f"more{number}", ()) for number in range(MAX_INTRODUCED))
