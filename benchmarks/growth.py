@@ -8,7 +8,8 @@ real       butterfly between real processes, each in a network namespace with a 
 butterfly  the same in virtual time: the same ratio of vector to bandwidth, a message takes 20 ms
 moshpit    Moshpit in virtual time, from the last peer's complete work until the mean of each axis of the grid is in
 control    what a peer of the butterfly sends besides vectors in a simulated round with training: frames, header bytes.
-           Ids of peers and signatures are as long as real ones, and each part is one chunk
+           Ids of peers and signatures are as long as real ones, and each part is one chunk. Peers beyond the roster
+           follow the rounds
 
 The formula is that of bandwidth alone: all-reduce among n peers moves 2 (n - 1) / n vectors in each direction of each
 line. For butterfly n is the number of peers; for Moshpit it is added up over the axes of the grid.
@@ -21,8 +22,10 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,7 +36,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.averaging import SwarmError, ends_in_one_line
 from benchmarks.shaped import MEGABIT, shaped_rounds
-from protocols.base import Buffer, Header, Host, Member, PeerId, Settings
+from protocols.base import Buffer, Header, Host, PeerId, Settings
 from protocols.moshpit.averager import Moshpit
 from protocols.moshpit.grid import shape_for
 from protocols.streams.framing import FramedStream
@@ -100,25 +103,23 @@ class CountedWorld(World):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self.frames, self.header_bytes = 0, 0
-        self.peers = tuple(f"p{index:0{ID_LENGTH - 1}}" for index in range(scenario.peers))
-        self.histories = {peer: [] for peer in self.peers}
-        self.roster = tuple(Member(peer) for peer in self.peers)
+        self.frames, self.header_bytes = Counter[PeerId](), Counter[PeerId]()
+        self.populate(tuple(f"p{index:0{ID_LENGTH - 1}}" for index in range(scenario.peers)))
 
     def _host(self, transport: SimTransport) -> Host:
-        transport.disguise = self._counted
+        transport.disguise = partial(self._counted, transport.me)
         return replace(super()._host(transport), signer=LongSigner(transport.me, self.scenario.seed))
 
-    def _counted(self, method: str, stream: FramedStream, pipe: SimPipe) -> Any:
-        self.frames += stream.bytes_sent > 0  # the frame that opened it
-        self.header_bytes += stream.bytes_sent
-        return SpoofedStream(stream, self._send)
+    def _counted(self, me: PeerId, method: str, stream: FramedStream, pipe: SimPipe) -> Any:
+        self.frames[me] += stream.bytes_sent > 0  # the frame that opened it
+        self.header_bytes[me] += stream.bytes_sent
+        return SpoofedStream(stream, partial(self._send, me))
 
-    async def _send(self, stream: FramedStream, header: Header, payload: Buffer) -> None:
+    async def _send(self, me: PeerId, stream: FramedStream, header: Header, payload: Buffer) -> None:
         before = stream.bytes_sent
         await stream.send(header, payload)
-        self.frames += 1
-        self.header_bytes += stream.bytes_sent - before - len(payload)
+        self.frames[me] += 1
+        self.header_bytes[me] += stream.bytes_sent - before - len(payload)
 
 
 class LongSigner(SimSigner):
@@ -127,12 +128,13 @@ class LongSigner(SimSigner):
 
 
 def control(peers: int, rounds: int) -> Row:
-    chunk = 128
+    """Of a voter; with more peers than a roster holds, `observers` of another peer, which follows the rounds."""
+    chunk, voters = 128, min(peers, MAX_ROSTER)
     scenario = Scenario(
         peers=peers,
         rounds=rounds,
         codec="int8",
-        elements=chunk * peers,
+        elements=chunk * voters,
         chunk_elements=chunk,
         inner_steps=4,
         uplinks=(LINE_BITS / 8,) * peers,
@@ -140,9 +142,16 @@ def control(peers: int, rounds: int) -> Row:
     )
     world = CountedWorld(scenario)
     simloop.run(world.run())
-    if any(each["outcome"] != "committed" for history in world.histories.values() for each in history):
+    if any(each["outcome"] != "committed" for peer in world.peers[:voters] for each in world.histories[peer]):
         raise SwarmError(f"{peers} simulated peers: not every round was committed")
-    return {"frames": world.frames / peers / rounds, "kilobytes": world.header_bytes / peers / rounds / 1000}
+
+    def of(names: Sequence[PeerId]) -> Row:
+        count = len(names) * rounds
+        frames, kilobytes = (sum(each[name] for name in names) for each in (world.frames, world.header_bytes))
+        return {"frames": frames / count, "kilobytes": kilobytes / count / 1000}
+
+    found = of(world.peers[:voters])
+    return found | {"observers": of(world.observers)} if world.observers else found
 
 
 DEFAULT_PEERS = {
@@ -165,7 +174,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
             row = {"kind": kind, "peers": peers, **play(peers, options.rounds)}
             found.append(row | {"took": time.perf_counter() - began})
             if kind == "control":
-                print(f"| {kind} | {peers} | {row['frames']:.0f} frames, {row['kilobytes']:.1f} KB | | | |", flush=True)
+                of = [("voter", row), ("observer", row["observers"])] if "observers" in row else [("", row)]
+                for name, each in of:
+                    figures = f"{each['frames']:.0f} frames, {each['kilobytes']:.1f} KB"
+                    print(f"| {kind} | {peers} | {figures} | | | {name} |", flush=True)
                 continue
             more = f"{row['grid']}, {row['committed']:.1%} committed" if "grid" in row else ""
             ratio = row["seconds"] / row["formula"]
@@ -205,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", type=Path, help="draw it there, too")
     options = parser.parse_args(arguments)
     for kind in DEFAULT_PEERS:
-        most = MAX_PEERS if kind == "moshpit" else MAX_ROSTER
+        most = MAX_PEERS if kind in ("moshpit", "control") else MAX_ROSTER
         if any(not 2 <= peers <= most for peers in getattr(options, kind)):
             parser.error(f"argument --{kind}: 2 to {most} peers each")
     if options.real and (why := why_not()):

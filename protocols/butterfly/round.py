@@ -405,13 +405,15 @@ class Round:
     def _ask_admission(self) -> None:
         """Ask the roster for admission, and former members too, since this member may have to fork with them.
 
-        While the roster is full, ask the coordinators of the first two ballots: they also send the certificate.
+        While the roster is full, ask the coordinators of the first two ballots: they also send the certificate. In a
+        large run this peer sees few voters, and others would refuse it: then these are the first two that it sees.
         """
         tally, live = self.vote.tally, self.host.members.live()
         former = [member.peer for member in live if self.vote.forks_only and tally.was_member(member)]
         asked = records.coordinators(self.head.key.lineage, self.head.roster)
         if len(asked) >= MAX_ROSTER and not self.vote.forks_only:
-            asked = asked[:INFORMED]
+            here = {member.peer for member in live}
+            asked = tuple(peer for peer in asked if peer in here)[:INFORMED] or asked[:INFORMED]
         for peer in dict.fromkeys((*asked, *former)):
             self._request_admission(peer)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.vectors.codec import CODECS
-from protocols.wire import MAX_ROSTER
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.byzantine.independent import INDEPENDENT_LIES
 from tests.sim.families import BREAKING, CALM, FAULTS
@@ -28,13 +27,14 @@ from tests.sim.world import Outcome, play
 from tests.support.checkers import Violation
 
 MAX_VIOLATIONS = 50
+MAX_PEERS = 1024
 LIES, DIRECTORY, CHAINS = "lies", "directory", "chains"
 GROUPS = {"calm": CALM, "breaking": tuple(BREAKING), "all": FAULTS}
 
 
 def _peers(text: str) -> int:
-    if at_least_one(text) > MAX_ROSTER:
-        raise argparse.ArgumentTypeError(f"a roster holds at most {MAX_ROSTER} peers, not {text}")
+    if at_least_one(text) > MAX_PEERS:
+        raise argparse.ArgumentTypeError(f"at most {MAX_PEERS} peers are played, not {text}")
     return int(text)
 
 
@@ -44,6 +44,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--protocol", choices=sorted([*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS]), default="butterfly"
     )
     parser.add_argument("--peers", type=_peers, default=5)
+    parser.add_argument("--voters", type=int, default=0, help="in the first roster; the others observe until admitted")
     parser.add_argument("--rounds", type=at_least_one, default=6)
     parser.add_argument("--seeds", type=seeds, default=range(1), help="one seed, or a range like 0:300")
     parser.add_argument("--faults", choices=(*FAULTS, *GROUPS), default="none", help="a family, or a group of them")
@@ -80,7 +81,7 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 
 def _scenario(options: argparse.Namespace, fault: str, seed: int) -> Scenario:
     names = ["protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"]
-    names += ["lookahead", "chains", "overlaps", "fragments"]
+    names += ["lookahead", "chains", "overlaps", "fragments", "voters"]
     return Scenario(**{name: getattr(options, name) for name in names}, seed=seed, fault=fault)
 
 
@@ -102,6 +103,7 @@ def replay(scenario: Scenario) -> str:
         rest += f" --stages {scenario.stages} --batches {scenario.batches} --lookahead {scenario.lookahead}"
     rest += " --chains" * scenario.chains + " --overlap" * scenario.overlaps
     rest += f" --fragments {scenario.fragments}" if scenario.fragments > 1 else ""
+    rest += f" --voters {scenario.voters}" if scenario.voters else ""
     return (
         f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"
         f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}{rest}"

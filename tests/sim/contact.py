@@ -3,6 +3,8 @@
 A death travels over the link as a reset does, and waits while the link is blocked. If heartbeats do not pass between
 two peers in both directions, each removes the other after `LIVENESS_SECONDS`; they meet again by a handshake, one round
 trip after both directions are open. Timers run only for these transitions.
+
+Peers know all others, or those that `Contacts.near` names, as in a run too large for each to watch all.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -123,6 +125,8 @@ class Contacts:
         self._expiries: dict[Pair, asyncio.TimerHandle] = {}
         self._meetings: dict[Pair, asyncio.TimerHandle] = {}
         self._away: set[PeerId] = set()
+        self.near: Callable[[PeerId], Iterable[PeerId]] = lambda peer: network.nodes
+        """The peers that see this one, and that it sees. Symmetric; it may name peers that are not there yet."""
 
     def open(self, one: PeerId, other: PeerId) -> bool:
         """Whether heartbeats pass between two living peers, both ways."""
@@ -136,23 +140,24 @@ class Contacts:
 
     def tell(self, peer: PeerId, away: bool) -> None:
         self._away = self._away | {peer} if away else self._away - {peer}
-        for other in self._network.nodes:
-            if other != peer:
-                self._network.travel(peer, other, partial(self._heard, other, peer))
+        for other in self._others(peer):
+            self._network.travel(peer, other, partial(self._heard, other, peer))
 
     def _heard(self, observer: PeerId, subject: PeerId) -> None:
         self.views[observer].hear(subject, subject in self._away)
 
     def joined(self, node: Node, acquainted: bool) -> None:
         """A new incarnation begins. `acquainted`: it knows all live peers at once; else by handshakes."""
-        self.views[node.peer] = View(node.member, self._alive if acquainted else {})
-        for peer in self._network.nodes:
-            if peer in self._away and peer != node.peer:
+        others = self._others(node.peer)
+        known = {peer: self._alive[peer] for peer in others if peer in self._alive}
+        self.views[node.peer] = View(node.member, known if acquainted else {})
+        for peer in others:
+            if peer in self._away:
                 self._heard(node.peer, peer)
         if node.peer in self._away:
             self.tell(node.peer, False)
-        for peer in self._network.nodes:
-            if peer == node.peer or peer not in self._alive:
+        for peer in others:
+            if peer not in self._alive:
                 continue
             if acquainted:
                 self.views[peer].meet(node.member)
@@ -164,11 +169,10 @@ class Contacts:
         """A peer has died; the others learn it over their links."""
         self.outages.deaths[node.member] = _now()
         self._alive.pop(node.peer, None)
-        for peer in self._network.nodes:
-            if peer != node.peer:
-                _cancel(self._expiries, (node.peer, peer))
-                _cancel(self._meetings, _pair(node.peer, peer))
-                self._network.travel(node.peer, peer, lambda peer=peer: self.views[peer].bury(node.member))  # type: ignore[misc]
+        for peer in self._others(node.peer):
+            _cancel(self._expiries, (node.peer, peer))
+            _cancel(self._meetings, _pair(node.peer, peer))
+            self._network.travel(node.peer, peer, lambda peer=peer: self.views[peer].bury(node.member))  # type: ignore[misc]
 
     def cut(self, source: PeerId, target: PeerId) -> None:
         self.outages.begin(source, target, _now())
@@ -186,8 +190,17 @@ class Contacts:
         network = self._network
         if not network.link(source, target).blocked and not network.link(target, source).blocked:
             self.outages.end(source, target, _now())
-        if source in network.nodes and target in network.nodes:
+        if source in network.nodes and target in self._others(source):
             self._meet(source, target)
+
+    def acquaint(self, peer: PeerId, others: Iterable[PeerId]) -> None:
+        """Let a peer meet others that `near` names by now."""
+        for other in others:
+            if peer != other and not self.views[peer].knows(other):
+                self._meet(peer, other)
+
+    def _others(self, peer: PeerId) -> list[PeerId]:
+        return [other for other in self.near(peer) if other != peer and other in self._network.nodes]
 
     def _meet(self, one: PeerId, other: PeerId) -> None:
         if self.open(one, other):

@@ -9,6 +9,7 @@ from node.tasks.recipe import most_pull
 from protocols.base import PeerId
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.vectors.codec import codec
+from protocols.wire import MAX_ROSTER
 from tests.sim import families
 from tests.sim.byzantine.contributors import LIES
 from tests.sim.byzantine.independent import INDEPENDENT_LIES
@@ -18,6 +19,8 @@ from tests.sim.faults import Faults, Message, Skew
 DRAWN_CODECS = ("bf16", "fp16", "fp32", "int8")
 LATER_CODECS = ("e3m0", "int4", "topk")
 """Drawn by a generator of their own, so that older seeds keep their meaning."""
+LARGE_PROTOCOLS = ("butterfly",)
+"""Protocols in whose runs peers outside the roster follow the rounds."""
 OUTER_RATE, OUTER_MOMENTUM = 0.9, 0.5
 MOST_PULL = most_pull(OUTER_MOMENTUM)
 BREAKING_SECONDS = 40.0
@@ -45,6 +48,7 @@ class Scenario:
         chains: whether replicas of stages pass activations on to each other.
         overlaps: whether peers train on while a round averages.
         fragments: of the vector, which rounds average in turn.
+        voters: peers in the first roster; 0: all, up to `MAX_ROSTER`. The others observe until a record admits them.
     """
 
     protocol: str = "butterfly"
@@ -70,6 +74,7 @@ class Scenario:
     chains: bool = False
     overlaps: bool = False
     fragments: int = 1
+    voters: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
@@ -84,6 +89,7 @@ class Scenario:
         if self.pull is not None and not (self.protocol == "gossip" and 0 < self.pull < MOST_PULL):
             raise ValueError(f"a pull is of gossip, above 0 and below {MOST_PULL:g}: {self.protocol}, {self.pull}")
         self._check_butterfly()
+        self._check_voters()
         strangers = (self.faults or Faults()).peers() - set(self.names())
         if strangers:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")
@@ -100,6 +106,14 @@ class Scenario:
             raise ValueError(f"chains need at least three stages, not {self.stages}")
         if not 1 <= self.stages <= self.peers or self.batches < 1:
             raise ValueError(f"each of {self.stages} stages needs a peer, and a step microbatches: {self.peers} peers")
+
+    def _check_voters(self) -> None:
+        if not 0 <= self.voters <= min(self.peers, MAX_ROSTER):
+            raise ValueError(f"{self.voters} voters of {self.peers} peers: at most {MAX_ROSTER} vote")
+        if self.peers > MAX_ROSTER and self.protocol not in LARGE_PROTOCOLS:
+            raise ValueError(f"a roster of {self.protocol} holds at most {MAX_ROSTER} peers, not {self.peers}")
+        if self.peers > (self.voters or MAX_ROSTER) and (self.stages > 1 or self.fault != "none"):
+            raise ValueError("with observers, runs without stages and faults are played")
 
     def names(self) -> tuple[PeerId, ...]:
         return tuple(f"p{index}" for index in range(self.peers))

@@ -31,10 +31,12 @@ from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
 from protocols.vectors.codec import codec
 from protocols.vectors.views import fragment_sizes
+from protocols.wire import MAX_ROSTER
 from tests.sim import loop as simloop
 from tests.sim.contact import Outages
 from tests.sim.host import DirectoryFaults, sim_host
 from tests.sim.injection import Injector
+from tests.sim.neighbours import Neighbours
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario, resolve
 from tests.sim.swarm import SimSwarm
 from tests.sim.trace import Trace
@@ -157,17 +159,23 @@ class World(SimSwarm):
         self.injector = Injector(scenario.faults, self.network, self.directory_faults, self._revive, self.pause)
         self.paused: dict[PeerId, Activity] = {}
         self.activities: dict[PeerId, Activity] = {}
-        self.peers = scenario.names()
+        self.populate(scenario.names())
         self.liars = tuple(scenario.faults.lies())
-        self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in self.peers}
         self.account = Account(self.network.contacts.outages)
         self.replicas: dict[PeerId, ReplicatedOuterLoop] = {}
-        self.roster = tuple(Member(peer) for peer in self.peers)
         self.healed_at: float | None = None
         self._done = asyncio.Event()
         self._left: list[checkers.Violation] = []
         self._early: list[checkers.Violation] = []
         self._tasks: dict[Member, list[int]] = {}  # of each incarnation, at the start of each of its rounds
+
+    def populate(self, peers: tuple[PeerId, ...]) -> None:
+        """The first of these peers are the first roster; the others observe until a record admits them."""
+        self.peers, voters = peers, self.scenario.voters or MAX_ROSTER
+        self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in peers}
+        self.roster, self.observers = tuple(map(Member, peers[:voters])), peers[voters:]
+        self.neighbours = Neighbours(peers, peers[:voters])
+        self.network.contacts.near = self.neighbours.of
 
     def learner(self, index: int) -> Learner:
         assert self.scenario.elements
@@ -211,9 +219,10 @@ class World(SimSwarm):
         if self.scenario.breaks:
             await self._break_and_heal()
         else:
-            await asyncio.gather(
-                *(main for peer, main in zip(self.peers, mains, strict=True) if peer not in self.liars)
-            )
+            ends = {*self.peers} - {*self.liars, *self.observers}
+            await asyncio.gather(*(main for peer, main in zip(self.peers, mains, strict=True) if peer in ends))
+            if self.observers:  # they follow the last round
+                await asyncio.sleep(GRACE_SECONDS)
         await self._end()
         return self.now
 
@@ -230,7 +239,7 @@ class World(SimSwarm):
 
     async def _end(self) -> None:
         for peer, node in self.network.nodes.items():
-            if node.process.alive and (self.scenario.breaks or peer in self.liars):
+            if node.process.alive and (self.scenario.breaks or peer in (*self.liars, *self.observers)):
                 self.network.kill(peer)
         await asyncio.sleep(GRACE_SECONDS)
         self._left = self._leaks()  # now, because the loop ends the tasks that still run
@@ -343,10 +352,14 @@ class World(SimSwarm):
     # -- rounds and their reports -------------------------------------------------------------------------------------
 
     def goes_on(self, peer: PeerId) -> bool:
+        if peer in self.observers:  # it may miss a round and fetch the state
+            return self.replicas[peer].chain.head.key.round < self.scenario.rounds
         return self.scenario.breaks or len(self.histories[peer]) < self.scenario.rounds
 
     def entering(self, peer: PeerId, head: Head) -> None:
         self.account.entered(peer, head, self.now)
+        for voter in self.neighbours.elect([member.peer for member in head.roster]):
+            self.network.contacts.acquaint(voter, self.neighbours.of(voter))
         if peer in self.network.nodes:
             node = self.network.nodes[peer]
             self._tasks.setdefault(node.member, []).append(len(node.process.tasks))
@@ -417,6 +430,11 @@ class World(SimSwarm):
         """Every honest peer must commit every round, and an honest peer must name the liar."""
         found = []
         for peer, history in honest.items():
+            if peer in self.observers:
+                behind = self.scenario.rounds - self.replicas[peer].chain.head.key.round
+                if behind > 0:
+                    found.append(checkers.Violation("progress", peer, len(history), f"{behind} rounds behind"))
+                continue
             if len(history) < self.scenario.rounds:
                 found.append(checkers.Violation("progress", peer, len(history), "left out of the roster"))
             for report in history:

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from node.membership import watching
 from protocols.base import AveragingResult, Contribution, LocalProgress, Member, PeerId, Vector
 from protocols.base import Outcome as RoundOutcome
+from protocols.butterfly import round as round_module
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.state_swap import StateSwap
+from tests.sim import scenario as scenarios
 from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
@@ -51,6 +54,20 @@ def test_dead_peer_reports_nothing_until_it_restarts() -> None:
     assert outcome.violations == [] and sorted(incarnations) == incarnations and set(incarnations) == {0, 1}
     assert 0 < incarnations.count(0) < 20 < len(outcome.histories["p0"])
     assert {report["incarnation"] for report in outcome.histories["p0"]} == {0}
+
+
+def test_observers_of_a_large_run_follow_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a roster of four, and each peer seeing few others."""
+    for module in (round_module, scenarios, worlds):
+        monkeypatch.setattr(module, "MAX_ROSTER", 4)
+    monkeypatch.setattr(watching, "MAX_WATCHED", 8)
+    monkeypatch.setattr(watching, "VOTERS_WATCHED", 2)
+    monkeypatch.setattr(watching, "OTHERS_WATCHED", 1)
+    world = World(Scenario(peers=14, rounds=3, seed=2, elements=64))
+    assert max(len([*world.neighbours.of(peer)]) for peer in world.observers) < 13
+    world.play(world.run)
+    assert not world.check(world.histories) and not world.leaks() and not world.progress(world.histories)
+    assert len({loop.chain.head.state_root for loop in world.replicas.values()}) == 1
 
 
 # -- rounds that could commit -----------------------------------------------------------------------------------------
