@@ -488,10 +488,10 @@ class Membership:
             contact.failures = 0
         except PeerError as error:
             contact.failures, contact.why = contact.failures + 1, error.why
-            if contact.failures >= MAX_PROBE_FAILURES and not self._contacts.wants(contact.peer):
-                self._contacts.forget(contact)
         finally:
             self._probed, contact.task = None, None
+        if contact.failures >= MAX_PROBE_FAILURES and not self._contacts.wants(contact.peer):
+            self._contacts.forget(contact)
         if not contact.live:
             await self._disconnect(contact)
 
