@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from tests.support import warm
 
 
-def run(program: str, *arguments: str, environment: Mapping[str, str], home: Path) -> tuple[str, str]:
-    home.mkdir(exist_ok=True)
-    said, warnings = home / "said", home / "warnings"
-    with said.open("w") as out, warnings.open("w") as err:
-        code = (
-            warm.server()
-            .start(__name__, (program, *arguments), environment, {1: out.fileno(), 2: err.fileno()})
-            .wait(170)  # the test's own time ends earlier
-        )
-    assert code == 0, warnings.read_text()
-    return said.read_text(), warnings.read_text()
+def run(program: str, *arguments: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    done = warm.run(__name__, program, *arguments, environment=environment, seconds=170)  # the test's time ends earlier
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import psutil
 
 from node.ui.control import ControlUnavailable, ask
 from tests.support import independent_checkers as checkers_loose
-from tests.support import stage_checkers
+from tests.support import stage_checkers, warm
 from tests.support.checkers import DECIDED, Report, Violation, check
 from tests.support.history import History, one_mean
 from tests.support.paths import REPOSITORY
@@ -178,13 +178,9 @@ class RealPeer:
     def command(self, *arguments: str, code: int = 0) -> str:
         """Run a command on this peer as its user does; returns what it prints."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
-        said = self.directory.with_suffix(".said")
-        with said.open("w") as out:
-            streams = {1: out.fileno(), 2: out.fileno()}
-            words = [*arguments, "--state-dir", str(self.directory)]
-            done = server().start("node", words, environment, streams)
-            assert done.wait(30) == code, said.read_text()
-        return said.read_text()
+        done = warm.run("node", *arguments, "--state-dir", str(self.directory), environment=environment, seconds=30)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
 
     # -- its status and reports ---------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -56,6 +57,13 @@ class ForkedProcess:
     def poll(self) -> int | None:
         self._server.listen(0.0)
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class WarmProcess(ForkedProcess):
@@ -148,9 +156,6 @@ class PipedProcess(ForkedProcess):
         transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(stdin, "wb", 0))
         self.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
     async def wait(self) -> int:
         while (code := self.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -182,6 +187,21 @@ def server(*modules: str) -> WarmServer:
 
 
 _servers: list[WarmServer] = []
+
+
+def run(
+    module: str, *arguments: str, environment: Mapping[str, str] = os.environ, seconds: float = 40.0
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` gives of a module."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = server().start(module, arguments, environment, {1: out.fileno(), 2: err.fileno()})
+        try:
+            code = process.wait(seconds)
+        finally:
+            process.kill()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess((module, *arguments), code, out.read(), err.read())
 
 
 class WarmForkServer(ForkServer):
@@ -218,6 +238,7 @@ def children_seconds() -> float:
 def _run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # that of the new environment
     os.chdir(request["directory"])
     os.setsid()
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -239,8 +260,13 @@ def _become_peer(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     fork_server.become_program(module, arguments)
     _write_mark(request["environment"].get(MARK, _NO_MARK))
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    os._exit(0)
+    code: object = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        code = error.code
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def _write_mark(mark: str) -> None:

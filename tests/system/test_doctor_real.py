@@ -14,9 +14,9 @@ import pytest
 
 from tests.faults.homes import Homes, Router
 from tests.faults.network import why_not
+from tests.support import warm
 from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
-from tests.support.warm import server
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -63,34 +63,33 @@ def test_doctor_says_what_each_router_lets_in(tmp_path: Path) -> None:
             for name, (_, router) in homes.items():
                 (level, begins, ends), peer = ROUTERS[router], swarm[name]
                 wait("they have met", partial(knows, peer, founder), 30)
-                code, found = examined(peer, tmp_path)
+                code, found = examined(peer)
                 said = found["outside"]
                 assert code in (0, 1) and said["level"] == level, said
                 assert said["text"].startswith(begins) and "founder" in said["text"] and ends in said["text"], said
                 assert ("forward tcp 4001 and " in said["cure"]) == (level == "warn"), said
-            _, found = examined(founder, tmp_path)
+            _, found = examined(founder)
             assert found["outside"]["text"].startswith("open from outside: ")
 
 
-def examined(peer: RealPeer, home: Path) -> tuple[int, dict[str, dict[str, str]]]:
+def examined(peer: RealPeer) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and the findings by the names of their checks."""
-    said, began = home / "said", time.monotonic()
-    words = ["doctor", "--state-dir", str(peer.directory), "--json"]
+    began = time.monotonic()
+    words = ("doctor", "--state-dir", str(peer.directory), "--json")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "NODE_LISTEN": peer.listen, "NODE_NAT": "false"}
-    with said.open("w") as out:
-        code = server().start("node", words, environment, {1: out.fileno()}).wait(LIMIT_SECONDS + 10)
+    done = warm.run("node", *words, environment=environment, seconds=LIMIT_SECONDS + 10)
     assert time.monotonic() - began < LIMIT_SECONDS
-    answer: dict[str, Any] = json.loads(said.read_text())
-    assert answer["code"] == code
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert answer["code"] == done.returncode
     found = {each["check"]: each for each in answer["findings"]}
     assert len(found) == len(answer["findings"]), "each check of this machine has one line"
-    return code, found
+    return done.returncode, found
 
 
 def test_doctor_examines_a_running_peer_and_a_stopped_one(pair: tuple[RealPeer, RealPeer], tmp_path: Path) -> None:
     anna, bert = pair
-    code, found = examined(anna, tmp_path)
+    code, found = examined(anna)
     assert code == 1 and "own loopback" in found["listen"]["text"]  # where the tests' peers listen
     assert found["identity"]["text"].endswith("held by the running peer") and "p2pd runs" in found["programs"]["text"]
     assert "reaches bert in " in found["reach"]["text"]
@@ -103,7 +102,7 @@ def test_doctor_examines_a_running_peer_and_a_stopped_one(pair: tuple[RealPeer, 
     bert.strike(number=2)
     bert.ends(20)
     before = {path: path.stat().st_mtime_ns for path in bert.directory.rglob("*") if path.is_file()}
-    code, found = examined(bert, tmp_path)
+    code, found = examined(bert)
     assert code in (0, 1) and "p2pd starts in" in found["programs"]["text"]
     assert bert.id[-6:] in found["identity"]["text"] and "held by" not in found["identity"]["text"]
     port = bert.address.split("/")[4]

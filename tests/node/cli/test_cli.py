@@ -27,10 +27,12 @@ from node.cli.app import main
 from node.cli.options import OF_RUN
 from node.config.peer_config import SETTINGS, option_name
 from node.network.daemon import DaemonError
+from tests.support import warm
 from tests.support.fake_peer import ADDRESS
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.real
+FAKE = "tests.support.fake_peer"
 AT_ONCE_SECONDS = 8.0
 """Less than the ten seconds after which a peer that cannot finish its round ends by itself."""
 UNFINISHED_SECONDS = 15.0
@@ -50,9 +52,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(sockets)
 
 
-def starling(*arguments: str, module: str = "node", timeout: float = 40) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout)
+def starling(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return warm.run("node", *arguments)
 
 
 def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,15 +66,21 @@ class FakeJoin:
     """A running `join` over a fake peer."""
 
     def __init__(self, how: str = "", *arguments: str) -> None:
-        command = [sys.executable, "-m", "tests.support.fake_peer", "join", *arguments]
-        environment, pipe = os.environ | {"FAKE": how}, subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True)
+        (out, writing_out), (err, writing_err) = os.pipe(), os.pipe()
+        self.process = warm.server().start(
+            "tests.support.fake_peer",
+            ["join", *arguments],
+            os.environ | {"FAKE": how},
+            {1: writing_out, 2: writing_err},
+        )
+        os.close(writing_out)
+        os.close(writing_err)
+        self.out, self._err = open(out), open(err)  # noqa: SIM115 - closed with the peer
         self.lines: list[str] = []
 
     def until(self, text: str) -> None:
-        assert self.process.stderr
         while not self.lines or text not in self.lines[-1]:
-            line = self.process.stderr.readline()
+            line = self._err.readline()
             assert line, f"{text!r} never came: {self.lines}"
             self.lines.append(line)
 
@@ -82,12 +89,17 @@ class FakeJoin:
 
     def end(self, within_seconds: float) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
-        assert self.process.stdout and self.process.stderr
         began = time.monotonic()
-        out, err = self.process.stdout.read(), self.process.stderr.read()
-        self.process.wait(within_seconds)
+        out, err = self.out.read(), self._err.read()
+        code = self.process.wait(within_seconds)
         assert time.monotonic() - began < within_seconds
-        return self.process.returncode, out, "".join(self.lines) + err
+        return code, out, "".join(self.lines) + err
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(AT_ONCE_SECONDS)
+        self.out.close()
+        self._err.close()
 
 
 Join = Callable[..., FakeJoin]
@@ -106,11 +118,7 @@ def join() -> Iterator[Join]:
 
     yield start
     for each in started:
-        each.process.kill()
-        each.process.wait()
-        for stream in (each.process.stdout, each.process.stderr):
-            assert stream
-            stream.close()
+        each.close()
 
 
 @pytest.fixture
@@ -130,7 +138,8 @@ def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 
 @pytest.mark.parametrize("arguments", [[], ["join", "--help"]])
 def test_help_goes_to_stdout(arguments: list[str]) -> None:
-    done = starling(*arguments)
+    command = [sys.executable, "-m", "node", *arguments]  # not forked: as a user's first command
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=ENDS_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: python -m node" in done.stdout and "<bool>" not in done.stdout
 
@@ -315,8 +324,7 @@ def test_directory_run_resumes_unless_over_or_task_given(join: Join, tmp_path: P
 
 def test_closed_stdout_does_not_end_the_peer(join: Join) -> None:
     peer = join("", "--json")
-    assert peer.process.stdout
-    peer.process.stdout.close()
+    peer.out.close()
     peer.until("running")
     peer.signal(signal.SIGINT)
     peer.until("cleaned up")
@@ -389,7 +397,7 @@ def test_signal_during_library_loading_ends_at_once(number: int, name: str, own_
 def test_unread_terminal_does_not_block_the_peer(own_home: Path) -> None:
     """As after Ctrl-S, or with the window's host asleep."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tests.support.fake_peer", "join", "--json"]
+    command = [sys.executable, "-m", FAKE, "join", "--json"]
     environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
     peer = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
@@ -410,7 +418,7 @@ def test_unread_terminal_does_not_block_the_peer(own_home: Path) -> None:
 def test_closed_terminal_lets_the_peer_leave_except_under_nohup(own_home: Path) -> None:
     """The kernel and the shell each send a SIGHUP, and nothing can be written any more."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tests.support.fake_peer", "join"]
+    command = [sys.executable, "-m", FAKE, "join"]
     environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
 
     def to_terminal() -> None:

@@ -114,7 +114,7 @@ def test_batches_depend_on_seed_and_position_alone(made: Path, tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     program = f"from pathlib import Path; from {__name__} import hashes; print(hashes(Path({str(made)!r})))"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    assert run(program, environment=environment, home=tmp_path)[0] == f"{first}\n"
+    assert run(program, environment=environment)[0] == f"{first}\n"
 
 
 @pytest.mark.parametrize("count", (1, 3, 5, 30))

@@ -172,7 +172,7 @@ def told(hub: Hub | None, program: str, *arguments: str, home: Path) -> tuple[st
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
     }
-    return run(program, *arguments, environment=environment, home=home)
+    return run(program, *arguments, environment=environment)
 
 
 def test_model_of_the_hub_is_fetched_at_its_commit(hub: Hub, tmp_path: Path) -> None:
