@@ -50,7 +50,7 @@ test: ready
 	$(PYTEST)
 
 # Many seeds of every fault, every crash point, the vote by itself, and a large swarm; then the long tests, of which
-# `make test` plays a sample: three quarters of an hour on two cores. The parts run two at a time, the longest first.
+# `make test` plays a sample: half an hour on two cores. The parts run two at a time, the longest first.
 SIM_CRASHES := $(addprefix sim-at-every-message-,crash silence one-way stall)
 SIM_OVERLAPS := $(addprefix sim-overlap-at-every-message-,crash silence one-way stall)
 SIM_PAUSES := $(addprefix sim-pauses-,butterfly push_sum data_parallel ring parameter_server parameter_server_async)
@@ -65,8 +65,9 @@ sim: install
 
 sim-all: $(SIM_PARTS)
 
+$(filter-out %-crash,$(SIM_CRASHES)): SAMPLE := --sample 250
 $(SIM_CRASHES): sim-at-every-message-%:
-	$(BIN)/python -m tests.sim.crashes --peers 4 --kind $*
+	$(BIN)/python -m tests.sim.crashes --peers 4 --kind $* $(SAMPLE)
 $(filter-out %-crash,$(SIM_OVERLAPS)): SAMPLE := --sample 100
 $(SIM_OVERLAPS): sim-overlap-at-every-message-%:
 	$(BIN)/python -m tests.sim.crashes --peers 3 --kind $* --overlap --fragments 4 $(SAMPLE)
@@ -75,15 +76,15 @@ sim-overlap:
 	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 3:6 --faults all --overlap --fragments 4
 	$(BIN)/python -m tests.sim --peers 3 --rounds 6 --seeds 1010 --faults crash --overlap --fragments 4 --json
 sim-pairs-of-crashes:
-	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500
+	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 300
 sim-calm:
-	$(BIN)/python -m tests.sim --peers 5 --rounds 6 --seeds 0:50 --faults calm
+	$(BIN)/python -m tests.sim --peers 5 --rounds 6 --seeds 0:25 --faults calm
 sim-large:
 	$(BIN)/python -m tests.sim --peers 32 --rounds 50 --seeds 0 --json
 sim-sixteen:
 	$(BIN)/python -m tests.sim --peers 16 --rounds 4 --seeds 0:4 --faults calm
 sim-breaking:
-	$(BIN)/python -m tests.sim --peers 5 --rounds 4 --seeds 0:25 --faults breaking
+	$(BIN)/python -m tests.sim --peers 5 --rounds 4 --seeds 0:12 --faults breaking
 sim-leaving:
 	$(BIN)/python -m tests.sim.leaving --peers 3 --every 4
 sim-votes:
@@ -96,11 +97,11 @@ sim-chains:
 sim-closing:
 	$(BIN)/python -m tests.sim.closing --rounds 4,14 --seeds 0:2
 sim-gossip:
-	$(BIN)/python -m tests.sim --protocol gossip --peers 4 --rounds 5 --seeds 0:6 --faults breaking
+	$(BIN)/python -m tests.sim --protocol gossip --peers 4 --rounds 5 --seeds 0:4 --faults breaking
 sim-crash-push_sum sim-crash-gossip: sim-crash-%:
 	$(BIN)/python -m tests.sim.crashes --protocol $* --peers 3 --end --sample 100
 sim-moshpit:
-	$(BIN)/python -m tests.sim --protocol moshpit --peers 4 --rounds 5 --seeds 0:8 --faults breaking
+	$(BIN)/python -m tests.sim --protocol moshpit --peers 4 --rounds 5 --seeds 0:5 --faults breaking
 	$(BIN)/python -m tests.sim --protocol moshpit --directory --peers 6 --rounds 5 --seeds 0:8 --faults directory
 # Three seeds of each protocol, and those that once failed.
 $(SIM_PAUSES): SIZE := --peers 4 --rounds 5

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -94,9 +95,19 @@ BROAD_EXCEPT = {
 }
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(source)))
+
+
+def imports(source: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything imported; `from a import b` is a.b, whether b is a module or not."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -130,7 +141,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def too_many_parameters(file: str, source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             most = MAX_CONSTRUCTOR_ARGUMENTS if node.name == "__init__" else MAX_PARAMETERS
             count = parameters(node)
@@ -142,9 +153,8 @@ def too_many_parameters(file: str, source: str) -> Iterator[str]:
 
 def public_types(source: str) -> Iterator[str]:
     """Names of the classes that a file defines, and of the types that it assigns."""
-    tree = ast.parse(source)
-    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name[0] != "_")
-    for node in tree.body:
+    yield from (node.name for node in nodes(source) if isinstance(node, ast.ClassDef) and node.name[0] != "_")
+    for node in parsed(source).body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
@@ -158,9 +168,8 @@ def named_twice(sources: dict[str, str]) -> list[str]:
 
 
 def violations(file: str, source: str) -> Iterator[str]:
-    tree = ast.parse(source)
-    yield from (f"{file}:{line}: imports {name}" for line, name in imports(tree) if not allowed(file, name))
-    for node in ast.walk(tree):
+    yield from (f"{file}:{line}: imports {name}" for line, name in imports(source) if not allowed(file, name))
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
             if node.attr != "Random":
                 yield f"{file}:{node.lineno}: random.{node.attr} has no seed of ours"
@@ -173,7 +182,7 @@ def imported(sources: dict[str, str]) -> dict[str, set[str]]:
     modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources}
     graph: dict[str, set[str]] = {}
     for module, file in modules.items():
-        names = {name for _, name in imports(ast.parse(sources[file]))}
+        names = {name for _, name in imports(sources[file])}
         graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & set(modules)
     return graph
 

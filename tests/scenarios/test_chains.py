@@ -19,6 +19,7 @@ from protocols.pipeline.settings import PipelineEvent
 from protocols.streams.endpoint import RoundAccounting
 from tests.sim.pipeline_runner import PipelineRunner
 from tests.sim.scenario_runner import ScenarioSetup
+from tests.support.long import long
 from tests.support.simulated import simulated
 
 LAYOUT = (0, 0, 1, 1, 2, 2)
@@ -82,7 +83,7 @@ def after_the_count(event: PipelineEvent) -> bool:
     return event.kind == "counted" and event.stage == 3
 
 
-@pytest.mark.parametrize("moment", (before_its_forward, after_its_forward, after_the_count))
+@pytest.mark.parametrize("moment", (after_its_forward, *long(before_its_forward, after_the_count)))
 @simulated(PipelineRunner, (0, 0, 1, 1, 2, 2, 3), ScenarioSetup(7, chains=True))
 async def test_microbatches_of_a_chain_survive_a_killed_replica(
     run: PipelineRunner, moment: Callable[[PipelineEvent], bool]

@@ -52,7 +52,7 @@ def steady(rounds: int, seed: int, overlaps: bool = True, fragments: int = 1) ->
     return play(replace(even, overlaps=overlaps, fragments=fragments), made), worlds[0]
 
 
-@pytest.mark.parametrize(("seed", "fragments"), [(0, 1), (0, 3), *long((3, 1), (3, 2), (3, 4))])
+@pytest.mark.parametrize(("seed", "fragments"), [(0, 3), *long((0, 1), (3, 1), (3, 2), (3, 4))])
 def test_all_work_is_in_the_mean_or_in_a_peer(seed: int, fragments: int) -> None:
     """With an outer step of (1, 0), Σ work = N (θ_0 - θ) + Σ (θ - x_i): nothing is lost, and nothing counts twice.
 

@@ -58,7 +58,7 @@ def before_backward(event: PipelineEvent, held: int) -> bool:
     return event.kind == "counted" and event.stage == 2
 
 
-@pytest.mark.parametrize("moment", (in_forward, with_three_leases, before_backward))
+@pytest.mark.parametrize("moment", (with_three_leases, *long(in_forward, before_backward)))
 @simulated(PipelineRunner, (0, 0, 1, 1, 2))
 async def test_microbatches_survive_a_killed_replica(
     run: PipelineRunner, moment: Callable[[PipelineEvent, int], bool]

@@ -50,7 +50,7 @@ async def test_all_peers_killed_resume_with_one_fork(
     assert reached - every_rounds <= fork.record.round <= reached
 
 
-@pytest.mark.parametrize("pause_seconds", (1.0, 15.0))
+@pytest.mark.parametrize("pause_seconds", (15.0, *long(1.0)))
 @simulated(ScenarioRunner, ScenarioSetup(4, every_rounds=2))
 async def test_peers_restarted_one_by_one_resume(swarm: ScenarioRunner, pause_seconds: float) -> None:
     await swarm.rounds(5)
@@ -145,7 +145,7 @@ async def test_lagging_survivor_does_not_block_restarted_peers(swarm: ScenarioRu
     await swarm.rounds(2)
 
 
-@pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), (4, 2, 3)))
+@pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), *long((4, 2, 3))))
 @simulated(lambda peers, fork_peers: ScenarioRunner(ScenarioSetup(peers, fork_peers=fork_peers, every_rounds=1)))
 async def test_restarted_peers_proceed_with_too_few_survivors(swarm: ScenarioRunner, peers: int, dead: int) -> None:
     """The survivors are fewer than `fork_peers` and may not fork. The restarted peers are enough, and admit them."""

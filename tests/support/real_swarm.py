@@ -33,7 +33,8 @@ from tests.support.warm import MARK, WarmProcess, server
 T = TypeVar("T")
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.1
+"""Each question costs the tests and the peers milliseconds, on cores that they share."""
 ASK_SECONDS = 2.0
 START_SECONDS = 120.0
 """Of a process, on a machine that plays other tests beside it; a script may load libraries for half of it."""

@@ -110,6 +110,7 @@ def logits(module: torch.nn.Module) -> torch.Tensor:
         return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's own use of transformers
 def test_adapters_are_trained_and_exported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))

@@ -93,7 +93,7 @@ def test_peer_killed_in_data_phase_delays_no_others(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     victim = four[3]
     before = victim.last()
-    wait("the data phase", lambda: victim.status().get("state") == "averaging", ROUND_SECONDS)
+    wait("the data phase", lambda: victim.status().get("state") == "averaging", ROUND_SECONDS, 0.02)
     killed = victim.strike()
     victim.leaves_nothing()
     survivors = others(four, victim)

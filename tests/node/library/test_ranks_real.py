@@ -147,8 +147,7 @@ def test_ranks_that_differ_end_with_a_line(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("kind", "victim"), [("ddp", 0), ("fsdp", 1)])
 def test_killed_rank_ends_the_others_and_a_new_script_goes_on(
     tmp_path: Path, started: list[Scripts], kind: str, victim: int
 ) -> None:

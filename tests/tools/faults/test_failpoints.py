@@ -81,6 +81,7 @@ def passed(watch: Watch, number: int) -> set[str]:
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_real_peers_pass_every_point_and_trap_kills(tmp_path: Path) -> None:
     def prepare(peer: RealPeer) -> None:
         peer.program, peer.environment = PROGRAM, watch.environment(peer.name)
