@@ -205,6 +205,7 @@ class Settings:
     max_weight: float = MAX_WEIGHT  # of a member, in weights of the median one; equal at all peers of a run
     overlaps: bool = False  # training continues while a round averages; equal at all peers of a run
     least_members: Callable[[], int] = lambda: 1  # a lone member that rests admits others once they are so many with it
+    awaits_backup: Callable[[], bool] = lambda: False  # while true, peers without a vote do not fork
     schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 
     def upload_bandwidth(self) -> float:

@@ -301,7 +301,8 @@ class SessionBuilder:
         def least_members() -> int:
             return 1 if chain.trained else wanted
 
-        settings = replace(settings, least_members=least_members)
+        awaits_backup = pipeline.awaits_backup if pipeline else settings.awaits_backup
+        settings = replace(settings, least_members=least_members, awaits_backup=awaits_backup)
         sync = ChainSync(
             host,
             settings,

@@ -25,6 +25,7 @@ from node.training.stage_trainer import DrivingTrainer, ServingTrainer, StageTra
 from protocols.aio import loop_time, run_with_helper
 from protocols.base import BadPayload, Buffer, Host, Member, Settings
 from protocols.history.chain import UNSETTLED, Chain
+from protocols.pipeline.backups import RENEW_ROUNDS
 from protocols.pipeline.driving import PipelineDriver
 from protocols.pipeline.held_out import HeldOutLoss, usual_samples
 from protocols.pipeline.job import LeaseLost, Payload, VersionPassed
@@ -38,6 +39,9 @@ LAST_DRIVER_SECONDS = 60.0  # A stage whose own rounds are over leaves if stage 
 EVALUATION_SECONDS, TEXT_SECONDS = 600.0, 60.0  # longest time for one
 EMPTY_SECONDS, LOOK_SECONDS = 5.0, 0.25
 """An evaluation ends sooner if a stage has no live peer for `EMPTY_SECONDS`. It looks every `LOOK_SECONDS`."""
+
+BACKUP_SECONDS = 420.0
+"""Longest wait for a backup from which this stage is to begin again: until it is lost, and a holder has come."""
 
 
 class PipelineSession:
@@ -76,7 +80,7 @@ class PipelineSession:
         self._work = LeasedStage(remote, self._version)
         self._abandoned: Counter[str] = Counter()
         self._reported = 0, 0.0
-        self._driven_at = loop_time()
+        self._driven_at = self._began_at = loop_time()
         self._clock: Callable[[], int] = lambda: 0
         config, run = manifest.config, bytes.fromhex(manifest.run_id)
         self._settings = PipelineSettings(
@@ -100,6 +104,14 @@ class PipelineSession:
 
     def _lacks_majority(self) -> bool:
         return lacks_majority(self._chain.head.roster, self._live())
+
+    def awaits_backup(self) -> bool:
+        """Whether the stage had better begin again from a backup: a live peer's is newer by more rounds than a refill
+        loses. Only for a while, since perhaps no holder can leave its own stage.
+        """
+        held = [each.backups.get(self.stage, 0) for each in self._membership.contacts() if each.here]
+        is_newer = max(held, default=0) > self._chain.trained + RENEW_ROUNDS
+        return is_newer and loop_time() < self._began_at + BACKUP_SECONDS
 
     def _trained(self) -> int:
         return settled_rounds(self._chain)

@@ -74,7 +74,7 @@ class Round:
         self._format, self._part_cache = part_format, part_cache
         settings = endpoint.settings
         self._elements, self._overlaps = settings.elements[head.key.fragment], settings.overlaps
-        self._least_members = settings.least_members
+        self._least_members, self._awaits_backup = settings.least_members, settings.awaits_backup
         self._lagging, self._rested = lagging, rested
         self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
@@ -385,7 +385,9 @@ class Round:
 
     async def _watch_majority(self) -> None:
         while not self.over() and loop_time() < self.deadline:
-            self.vote.seek_fork({*self.host.members.live(), self.me}, self.call.resolved)
+            waits = not self.vote.votes and self._awaits_backup()
+            live = set[Member]() if waits else {*self.host.members.live(), self.me}
+            self.vote.seek_fork(live, self.call.resolved)
             await self.until(self.over, self._within(WATCH_SECONDS))
 
     def lagging(self) -> tuple[PeerId, ...]:

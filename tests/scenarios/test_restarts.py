@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from protocols.allreduce import plan as planning
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
-from protocols.base import Deadline, PeerGone, PeerId
+from protocols.base import Deadline, PeerGone, PeerId, Settings, Trainer
 from protocols.streams.framing import BULK_METHODS
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.sim.transport import SimTransport
@@ -48,6 +49,28 @@ async def test_all_peers_killed_resume_with_one_fork(
     (fork,) = swarm.forks("p0")
     assert {member.peer for member in fork.record.roster} == set(swarm.peers)
     assert reached - every_rounds <= fork.record.round <= reached
+
+
+class AwaitingBackup(ScenarioRunner):
+    """Peers of a stage: others have a much newer state of it."""
+
+    waits = True
+
+    def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
+        return replace(super()._settings(index, trainer, transport), awaits_backup=lambda: self.waits)
+
+
+@simulated(AwaitingBackup, ScenarioSetup(2, every_rounds=2))
+async def test_restarted_peers_await_a_newer_backup(swarm: AwaitingBackup) -> None:
+    """They would train on from an older state. Members that were there all the time fork as ever."""
+    await swarm.rounds(3)
+    await swarm.restarted("p1")
+    await swarm.until(swarm.whole, PATIENCE_SECONDS, "a fork of the member that is left")
+    await swarm.restarted(*swarm.peers)
+    await asyncio.sleep(PATIENCE_SECONDS)
+    assert not swarm.whole()
+    swarm.waits = False
+    await swarm.until(swarm.whole, WHOLE_SECONDS, "a whole roster")
 
 
 @pytest.mark.parametrize("pause_seconds", (15.0, *long(1.0)))
