@@ -1,7 +1,7 @@
 """How long averaging takes as the swarm grows, beside the formula.
 
     python -m benchmarks.growth [--real 2 4 8 16] [--butterfly 2 4 8 16 32] [--moshpit 8 64 256 1024]
-                                [--control 4 8 16 32] [--file FILE]
+                                [--control 4 8 16 32] [--watch 64 96 150 300] [--file FILE]
 
 real       butterfly between real processes, each in a network namespace with a line of 100 Mbit/s in each direction;
            25 MB of float32, the data phase over direct connections (`benchmarks.shaped`)
@@ -10,6 +10,8 @@ moshpit    Moshpit in virtual time, from the last peer's complete work until the
 control    what a peer of the butterfly sends besides vectors in a simulated round with training: frames, header bytes.
            Ids of peers and signatures are as long as real ones, and each part is one chunk. Peers beyond the roster
            follow the rounds
+watch      how many peers a peer watches and counts as live, with 32 voters and nothing but memberships in virtual time,
+           and how many messages it sends a second: heartbeats, their echoes, and greetings of peers not watched
 
 The formula is that of bandwidth alone: all-reduce among n peers moves 2 (n - 1) / n vectors in each direction of each
 line. For butterfly n is the number of peers; for Moshpit it is added up over the axes of the grid.
@@ -18,13 +20,14 @@ line. For butterfly n is the number of peers; for Moshpit it is added up over th
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -49,6 +52,7 @@ from tests.sim.host import SimSigner
 from tests.sim.pipe import SimPipe
 from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
+from tests.sim.watching import Load, WatchingWorld
 from tests.sim.world import World
 from tests.support.disguises import SpoofedStream
 
@@ -58,6 +62,7 @@ VECTOR_SECONDS = 8e6 * MEGABYTES / LINE_BITS
 MOSHPIT_ELEMENTS, MOSHPIT_CHUNK = 1 << 17, 1 << 12
 """A thousand vectors of 25 MB have no room here. Vector, chunk and bandwidth are smaller in the same proportion."""
 TRAIN_SECONDS = 1.0
+MEET_SECONDS, SETTLE_SECONDS, LOAD_SECONDS = 120.0, 2.5, 2.0
 ID_LENGTH = 52
 
 Row = dict[str, Any]
@@ -99,7 +104,9 @@ def moshpit(peers: int, rounds: int) -> Row:
 
 
 class CountedWorld(World):
-    """A simulated swarm whose peers have ids and signatures of real length, and count their frames."""
+    """A simulated swarm whose peers have ids and signatures of real length. It counts their frames until the voters
+    have ended their last round.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -110,16 +117,19 @@ class CountedWorld(World):
         transport.disguise = partial(self._counted, transport.me)
         return replace(super()._host(transport), signer=LongSigner(transport.me, self.scenario.seed))
 
+    def _count(self, me: PeerId, frames: int, size: int) -> None:
+        if any(len(self.histories[peer.peer]) < self.scenario.rounds for peer in self.roster):
+            self.frames[me] += frames
+            self.header_bytes[me] += size
+
     def _counted(self, me: PeerId, method: str, stream: FramedStream, pipe: SimPipe) -> Any:
-        self.frames[me] += stream.bytes_sent > 0  # the frame that opened it
-        self.header_bytes[me] += stream.bytes_sent
+        self._count(me, stream.bytes_sent > 0, stream.bytes_sent)  # the frame that opened it
         return SpoofedStream(stream, partial(self._send, me))
 
     async def _send(self, me: PeerId, stream: FramedStream, header: Header, payload: Buffer) -> None:
         before = stream.bytes_sent
         await stream.send(header, payload)
-        self.frames[me] += 1
-        self.header_bytes[me] += stream.bytes_sent - before - len(payload)
+        self._count(me, 1, stream.bytes_sent - before - len(payload))
 
 
 class LongSigner(SimSigner):
@@ -154,14 +164,47 @@ def control(peers: int, rounds: int) -> Row:
     return found | {"observers": of(world.observers)} if world.observers else found
 
 
+def watch(peers: int, rounds: int) -> Row:
+    world, found = WatchingWorld(peers), dict[str, Load]()
+
+    async def main() -> None:
+        await world.start_all()
+        await world.until(lambda: world.is_whole(world.names) and world.voters_meet(world.names), MEET_SECONDS)
+        await asyncio.sleep(SETTLE_SECONDS)
+        found.update(await world.load(LOAD_SECONDS))
+        for peer in world.names:
+            world.network.kill(peer)
+
+    world.play(main)
+    return {kind: asdict(load) for kind, load in found.items()}
+
+
 DEFAULT_PEERS = {
     "real": [2, 4, 8, 16],
     "butterfly": [2, 4, 8, 16, 32],
     "moshpit": [8, 64, 256, 1024],
     "control": [4, 8, 16, 32],
+    "watch": [64, 96, 150, 300],
 }
 MAX_PEERS = 1024
-KINDS = {"real": real, "butterfly": butterfly, "moshpit": moshpit, "control": control}
+KINDS = {"real": real, "butterfly": butterfly, "moshpit": moshpit, "control": control, "watch": watch}
+
+
+def lines(row: Row) -> Iterator[str]:
+    """A row in columns: averaging, formula, their ratio, and what else there is to say."""
+    if row["kind"] == "control":
+        for name, each in (("voter" if "observers" in row else "", row), ("observer", row.get("observers"))):
+            if each:
+                yield f"{each['frames']:.0f} frames, {each['kilobytes']:.1f} KB | | | {name}"
+    elif row["kind"] == "watch":
+        for name in ("voter", "other"):
+            if each := row.get(name):
+                sends = f"sends {each['messages']:.0f}/s, at most {each['most_messages']:.0f}/s"
+                yield f"watches {each['watched']:.0f}, sees {each['live']:.0f} | {sends} | | {name}"
+    else:
+        more = f"{row['grid']}, {row['committed']:.1%} committed" if "grid" in row else ""
+        ratio = row["seconds"] / row["formula"]
+        yield f"{row['seconds']:.2f} s | {row['formula']:.2f} s | {ratio:.2f} | {more}"
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -173,16 +216,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
             began = time.perf_counter()
             row = {"kind": kind, "peers": peers, **play(peers, options.rounds)}
             found.append(row | {"took": time.perf_counter() - began})
-            if kind == "control":
-                of = [("voter", row), ("observer", row["observers"])] if "observers" in row else [("", row)]
-                for name, each in of:
-                    figures = f"{each['frames']:.0f} frames, {each['kilobytes']:.1f} KB"
-                    print(f"| {kind} | {peers} | {figures} | | | {name} |", flush=True)
-                continue
-            more = f"{row['grid']}, {row['committed']:.1%} committed" if "grid" in row else ""
-            ratio = row["seconds"] / row["formula"]
-            figures = f"{row['seconds']:.2f} s | {row['formula']:.2f} s | {ratio:.2f}"
-            print(f"| {kind} | {peers} | {figures} | {more} |", flush=True)
+            for line in lines(row):
+                print(f"| {kind} | {peers} | {line} |", flush=True)
     return found
 
 
@@ -217,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", type=Path, help="draw it there, too")
     options = parser.parse_args(arguments)
     for kind in DEFAULT_PEERS:
-        most = MAX_PEERS if kind in ("moshpit", "control") else MAX_ROSTER
+        most = MAX_PEERS if kind in ("moshpit", "control", "watch") else MAX_ROSTER
         if any(not 2 <= peers <= most for peers in getattr(options, kind)):
             parser.error(f"argument --{kind}: 2 to {most} peers each")
     if options.real and (why := why_not()):

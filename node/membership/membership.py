@@ -293,7 +293,8 @@ class Membership:
         if live != contact.live:
             contact.live, contact.lost_at = live, asyncio.get_running_loop().time()
             self._bump()
-            log.info("%s %s", contact.peer, "is here" if live else "has left" if contact.left else f"is lost: {why}")
+            gone = "has left" if contact.left else f"is out of sight: {why}" if contact.unwatched else f"is lost: {why}"
+            log.info("%s %s", contact.peer, "is here" if live else gone)
 
     def _bump(self) -> None:
         self.version += 1
@@ -445,7 +446,7 @@ class Membership:
             if each.hello or each.peer in named
         ]
         self._named, self._chosen_at, before = named, now, self._choice
-        self._choice = choose(self._role(known), known, self._lot)
+        self._choice = choose(self._role(known), known, self._lot, before is not None)
         if (before is None) != (self._choice is None):
             count = "all others" if self._choice is None else f"{len(self._choice)} of them"
             log.info("%d peers are known: this one watches %s", len(known), count)
@@ -461,9 +462,10 @@ class Membership:
         if contact.task and contact is not self._probed:
             contact.task.cancel()
             contact.task, contact.handshake_at = None, None
-        if contact.live and contact.peer not in self._watchers:
-            self._set_live(contact, False, "not watched")
-        contact.unwatched = not contact.live and not contact.failures
+        is_heard = contact.live and contact.peer in self._watchers
+        contact.unwatched = not is_heard and not contact.failures
+        if contact.live and not is_heard:
+            self._set_live(contact, False, "neither of the two peers watches the other")
 
     def _probe_next(self, now: float) -> None:
         """Greet the peer that was not tried for longest, of those that are known and not watched."""

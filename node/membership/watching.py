@@ -15,6 +15,8 @@ from protocols.base import PeerId
 from protocols.wire import MAX_ROSTER
 
 MAX_WATCHED = 96
+ALL_AGAIN = 3 / 4
+"""A peer that has begun to choose watches all again only below this share of `MAX_WATCHED`: each change costs dials."""
 VOTERS_WATCHED = 4
 """By a peer outside the roster: enough that one of them is there, and each voter is watched by few."""
 OTHERS_WATCHED = 16
@@ -66,9 +68,11 @@ class Lot:
         self._drawn.pop(peer, None)
 
 
-def choose(role: Role, known: Sequence[Known], lot: Callable[[PeerId], bytes]) -> frozenset[PeerId] | None:
-    """The peers to watch; None for all, also those that were never met."""
-    if sum(not each.is_doubtful for each in known) <= MAX_WATCHED:
+def choose(
+    role: Role, known: Sequence[Known], lot: Callable[[PeerId], bytes], chose: bool = False
+) -> frozenset[PeerId] | None:
+    """The peers to watch; None for all, also those that were never met. `chose`: whether it was not all before."""
+    if sum(not each.is_doubtful for each in known) <= MAX_WATCHED * (ALL_AGAIN if chose else 1):
         return None
     order = [each.peer for each in sorted(known, key=lambda each: (each.is_doubtful, lot(each.peer)))]
     chosen: dict[PeerId, None] = {}

@@ -20,7 +20,7 @@ from tests.sim.host import SimClock, SimSigner
 from tests.sim.swarm import SimSwarm
 
 RUN = bytes(range(32))
-JOIN_SECONDS = 0.05
+JOIN_SECONDS = 0.02
 LOOK_SECONDS = 0.25
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from node.config.peer_sources import load_peer
 from node.membership.handshake import LocalPeer
 from node.membership.membership import Membership
+from node.membership.watching import roster_role
 from node.outer.independent_loop import IndependentOuterLoop
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
@@ -116,6 +117,7 @@ class SessionPeer:
             clock=clock,
             signer=SimSigner(name, 1),
             wanted=lambda: [member.peer for member in history.head.roster if member != me],
+            role=lambda known: roster_role(name, [member.peer for member in history.head.roster]),
         )
         members.add_candidate(cluster.founders[0].peer)
         directory = Directory(cluster.entries, name, clock, DirectoryFaults())

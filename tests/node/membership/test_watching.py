@@ -26,6 +26,8 @@ def test_few_peers_are_all_watched() -> None:
     few = PEERS[: watching.MAX_WATCHED]
     assert choose(roster_role("me", ROSTER), known(few), Lot(b"me")) is None
     assert choose(roster_role("me", ROSTER), known(PEERS, tuple(PEERS[len(few) :])), Lot(b"me")) is None
+    assert choose(roster_role("me", ROSTER), known(few), Lot(b"me"), chose=True), "not at each change of one peer"
+    assert choose(roster_role("me", ROSTER), known(PEERS[:72]), Lot(b"me"), chose=True) is None
 
 
 @pytest.mark.parametrize(("me", "voters"), [("p0", 32), ("p100", watching.VOTERS_WATCHED)])

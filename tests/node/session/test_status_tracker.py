@@ -143,7 +143,9 @@ def test_status_lists_members_and_met_peers(tmp_path: Path) -> None:
         contact("bert", None, live=False),
         contact("cleo", "Cleo", live=False),
         contact("ghost", None, live=False),
+        unwatched := contact("dora", "Dora", live=False),
     )
+    unwatched.unwatched = True  # nor is she lost
     peers = {line.peer: line for line in shown(in_a_run(tmp_path, contacts=contacts)).peers}
     assert list(peers) == ["anna", "bert", "cleo"]  # the peer has only heard of the ghost
     assert peers["anna"].member and peers["anna"].live and peers["anna"].address == "/ip4/192.0.2.1/tcp/1"
