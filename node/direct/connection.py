@@ -17,7 +17,6 @@ from node.direct.pacing import LOOK_SECONDS, Pacer
 from node.direct.records import LENGTH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, RecordError, RecordOpener, RecordSealer
 from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
-from protocols.streams.framing import joined
 
 _DISCARD_BYTES = 16 << 20
 _AHEAD_BYTES = 64 << 10
@@ -95,13 +94,9 @@ class DirectConnection:
         return host, port
 
     async def write(self, *pieces: Buffer) -> None:
-        for data in joined(pieces):
-            view, start = memoryview(data).cast("B"), 0
-            while start < len(view):
-                piece = view[start : start + min(RECORD_BYTES, self.traffic.upload_piece)]
-                await self.traffic.may_send(len(piece))
-                start += len(piece)
-                await self._write_record(piece)
+        for piece in self.traffic.outgoing(pieces, RECORD_BYTES):
+            await self.traffic.may_send(len(piece))
+            await self._write_record(piece)
 
     async def end(self) -> None:
         await self._write_record(memoryview(b""))

@@ -14,7 +14,6 @@ from typing import cast
 
 from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
-from protocols.streams.framing import joined
 
 PIECE_BYTES = 1 << 20
 _LENGTH_BYTES = 4
@@ -46,13 +45,9 @@ class SocketPipe:
         is sent later.
         """
         try:
-            for data in joined(pieces):
-                view, start = memoryview(data).cast("B"), 0
-                while start < len(view):
-                    piece = view[start : start + min(PIECE_BYTES, self._traffic.upload_piece)]
-                    await self._traffic.may_send(len(piece))
-                    start += len(piece)
-                    await self._write_raw(len(piece).to_bytes(_LENGTH_BYTES, "big"), piece)
+            for piece in self._traffic.outgoing(pieces, PIECE_BYTES):
+                await self._traffic.may_send(len(piece))
+                await self._write_raw(len(piece).to_bytes(_LENGTH_BYTES, "big"), piece)
         except BaseException:
             self.abort()
             raise

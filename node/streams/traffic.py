@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
 
 from node.membership.hello import BOOTSTRAP_METHOD, PASS_METHOD
 from node.streams.byte_limiter import PIECE_BYTES, ByteLimiter
 from node.streams.byte_meter import ByteMeter, CountBytes, NoteDelivery, TrafficClass, UploadSpeed, class_of
 from node.streams.byte_quota import ByteQuota
-from protocols.base import PeerId
-from protocols.streams.framing import LimitReached
+from protocols.base import Buffer, PeerId
+from protocols.streams.framing import LimitReached, joined
 
 _WHOLE = 1 << 40
 _LEAST_BYTES = 16 << 10
@@ -37,9 +38,16 @@ class StreamTraffic:
         self.delivered: NoteDelivery = lambda now, connection, rate, is_waiting: None
         self._unpaid = 0  # bytes that were read, and that the cap does not know of yet
 
-    @property
-    def upload_piece(self) -> int:
-        return _WHOLE if self._upload.rate is None else PIECE_BYTES
+    def outgoing(self, data: tuple[Buffer, ...], most_bytes: int) -> Iterator[memoryview]:
+        """The pieces in which data are written: short ones while there is a cap, which may come and go meanwhile."""
+        for each in joined(data):
+            view, start = memoryview(each).cast("B"), 0
+            while start < len(view):
+                piece = view[
+                    start : start + (most_bytes if self._upload.rate is None else min(most_bytes, PIECE_BYTES))
+                ]
+                start += len(piece)
+                yield piece
 
     @property
     def download_piece(self) -> int:

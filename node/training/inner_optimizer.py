@@ -64,11 +64,6 @@ def spans(layout: Layout, included: Included) -> list[tuple[int, int]]:
     return found
 
 
-def tensor_runs(layout: Layout, vector: Vector, included: Included) -> list[Vector]:
-    """The parts of the vector that hold the included tensors, as few views as possible."""
-    return [vector[low:high] for low, high in spans(layout, included)]
-
-
 def matrices(layout: Layout) -> list[tuple[int, int, tuple[int, ...]]]:
     """Range and shape of each matrix that Muon trains."""
     return [(low, high, shape) for name, shape, low, high in _placed(layout) if is_hidden_matrix(name, shape)]

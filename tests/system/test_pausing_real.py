@@ -1,4 +1,4 @@
-"""Real peers of which one is asked to pause and to work again, by the commands that a user gives."""
+"""Real peers that rest for a while, by the commands that a user gives; `test_peers_real` has one that is away."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 from tests.support.checkers import Report
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(180)]
 
 ROUND_SECONDS = 20.0
 STEPS, STEP_SECONDS, STEP_TOKENS = 10, 0.2, 1024
-FREE_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,6 @@ def rounds(peers: list[RealPeer], count: int) -> list[list[Report]]:
     return [since(peer, now)[:count] for peer in peers]
 
 
-@pytest.mark.long
 def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     one, *others = four
@@ -63,7 +61,6 @@ def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
     swarm.check()
 
 
-@pytest.mark.long
 def test_one_trains_on_while_three_pause(swarm: RealSwarm) -> None:
     """A round that counted all four would not be called for an hour."""
     four = swarm.four(ROUND_SECONDS)
@@ -78,38 +75,4 @@ def test_one_trains_on_while_three_pause(swarm: RealSwarm) -> None:
     for peer in three:
         peer.command("resume")
     wait("all four are in one mean again", lambda: swarm.all_in_one_mean(four, back), 4 * ROUND_SECONDS)
-    swarm.check()
-
-
-def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
-    """Also across a kill: it starts again paused."""
-    four = swarm.four(ROUND_SECONDS)
-    *others, one = four
-    one.command("pause")
-    wait("it has left the roster", lambda: others[0].sees(one).get("member") is False, 2 * ROUND_SECONDS)
-    wait("its worker has ended", lambda: one.child("worker") is None, FREE_SECONDS)
-    for reports in rounds(others, 2):
-        assert {each["outcome"] for each in reports} == {"committed"} and len(reports[0]["peers"]) == 3
-    one.strike()
-    one.leaves_nothing()
-    swarm.join(one.name, via=others[0])
-    wait("it is paused still", lambda: one.status().get("state") == "paused", ROUND_SECONDS)
-    wait("its worker has ended again", lambda: one.child("worker") is None, FREE_SECONDS)
-    rounds(others, 1)
-    assert others[0].sees(one).get("member") is False
-    back = time.time()
-    one.command("resume")
-    wait("it counts again", lambda: swarm.all_in_one_mean(four, back), 4 * ROUND_SECONDS)
-    swarm.check()
-
-
-def test_paused_peer_finishes_at_once(swarm: RealSwarm) -> None:
-    four = swarm.four(ROUND_SECONDS)
-    *others, one = four
-    one.command("pause")
-    wait("its worker has ended", lambda: one.child("worker") is None, 2 * ROUND_SECONDS)
-    one.command("finish")
-    assert one.ends(5.0) == 0
-    one.leaves_nothing()
-    rounds(others, 1)
     swarm.check()

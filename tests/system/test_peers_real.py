@@ -1,4 +1,4 @@
-"""A swarm of real processes, of which some are killed, stopped, restarted, or leave.
+"""A swarm of real processes, of which some are killed, stopped, paused, restarted, or leave.
 
 All tests use one swarm, because its start takes longer than most tests: each test first restores the swarm to four
 peers. The time bounds are several times the times on a calm machine.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkers import Report
+from tests.support.checkers import Report, began
 from tests.support.real_swarm import RealPeer, RealSwarm, deciding, deciding_one_round, paced, wait
 
 pytestmark = pytest.mark.real
@@ -27,6 +27,7 @@ DECIDED_SECONDS = 6.0
 """The survivors of a death decide within this time; the aim is two seconds, on a calm machine."""
 SUSPECTED_SECONDS = 6.0
 LEFT_SECONDS = 10.0
+FREE_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,51 @@ def finish(peer: RealPeer) -> None:
 
 def interrupt(peer: RealPeer) -> None:
     peer.strike(number=signal.SIGINT)
+
+
+def whole_rounds(peers: list[RealPeer], count: int) -> list[list[Report]]:
+    """The next rounds of each peer that it has not begun yet."""
+    now = time.time()
+
+    def later() -> list[list[Report]]:
+        return [[each for each in peer.reports() if began(each) > now] for peer in peers]
+
+    wait(f"{count} rounds", lambda: all(len(each) >= count for each in later()), count * ROUND_SECONDS)
+    return [each[:count] for each in later()]
+
+
+def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
+    """Also across a kill: it starts again paused."""
+    four = swarm.four(ROUND_SECONDS)
+    *others, one = four
+    one.command("pause")
+    wait("it has left the roster", lambda: others[0].sees(one).get("member") is False, 2 * ROUND_SECONDS)
+    wait("its worker has ended", lambda: one.child("worker") is None, FREE_SECONDS)
+    for reports in whole_rounds(others, 2):
+        assert {each["outcome"] for each in reports} == {"committed"} and len(reports[0]["peers"]) == 3
+    one.strike()
+    one.leaves_nothing()
+    swarm.join(one.name, via=others[0])
+    wait("it is paused still", lambda: one.status().get("state") == "paused", ROUND_SECONDS)
+    wait("its worker has ended again", lambda: one.child("worker") is None, FREE_SECONDS)
+    whole_rounds(others, 1)
+    assert others[0].sees(one).get("member") is False
+    back = time.time()
+    one.command("resume")
+    wait("it counts again", lambda: swarm.all_in_one_mean(four, back), 4 * ROUND_SECONDS)
+    swarm.check()
+
+
+def test_paused_peer_finishes_at_once(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
+    *others, one = four
+    one.command("pause")
+    wait("its worker has ended", lambda: one.child("worker") is None, 2 * ROUND_SECONDS)
+    one.command("finish")
+    assert one.ends(5.0) == 0
+    one.leaves_nothing()
+    whole_rounds(others, 1)
+    swarm.check()
 
 
 def test_duplicate_identity_makes_one_peer_exit(swarm: RealSwarm, tmp_path: Path) -> None:

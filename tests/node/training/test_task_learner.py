@@ -17,7 +17,7 @@ from node.tasks.base import Batch
 from node.tasks.flat import flatten
 from node.tasks.recipe import Recipe
 from node.training import muon as muon_module
-from node.training.inner_optimizer import is_decayed, is_hidden_matrix, tensor_runs
+from node.training.inner_optimizer import is_decayed, is_hidden_matrix, spans
 from node.training.task_learner import TaskLearner
 
 RECIPE = Recipe(10, 5, 1e-2, 0.9, 0.5, warmup_steps=0, mean="token", decay="matrices", weight_decay=0.3)
@@ -99,8 +99,8 @@ def test_decay_spares_norms_biases_and_adapters() -> None:
     module.lora_A = nn.Linear(3, 2, bias=False)
     module.last = nn.Linear(3, 1, bias=False)
     flat = flatten(module)
-    for view in tensor_runs(flat.layout, flat.vector, is_decayed):
-        view.fill_(7.0)
+    for low, high in spans(flat.layout, is_decayed):
+        flat.vector[low:high] = 7.0
     touched = {name for name, parameter in module.named_parameters() if bool((parameter == 7).all())}
     assert touched == {"first.weight", "last.weight"}
 
