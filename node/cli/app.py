@@ -29,9 +29,10 @@ from node.config.run_config import RunConfig, load_run
 from node.config.toml import ConfigError, plain, read_toml
 from node.membership.invitations import Ticket
 from node.reporting.status import printable, to_json
+from node.runtime.identity import load
 from node.runtime.locks import LocksUnsupported
 from node.runtime.program import program, typed
-from node.session.fatal import FatalPeerError
+from node.session.fatal import FatalPeerError, NotInvited
 from node.session.shutdown import exit_on_signal, run_peer
 from node.storage.statedir import holds_run, is_over
 from node.tasks.hf.settings import ModelError
@@ -188,6 +189,10 @@ def _join(of_machine: Mapping[str, Any], of_run: Mapping[str, Any], ticket: Tick
             raise CommandError(f"{lost[0]} is for --task hf: add that, or leave this out")
         try:
             return run_peer(config, run, ticket)
+        except NotInvited:
+            own = load(state_dir / "identity.key").peer_id
+            print(f"starling: this peer is {own}; its identity stays in {state_dir}", file=sys.stderr)
+            raise
         finally:
             if config.nodes != 1 and config.rendezvous:
                 from node.ranks.cluster import say_over

@@ -109,8 +109,9 @@ def invite(
         str,
         typer.Option(
             "--for",
-            metavar="PEERID",
-            help="For this peer only: nothing in the ticket is secret, and this peer may be away when it is used.",
+            metavar="WHO",
+            help="For the peer with this id only: nothing in the ticket is secret, and this peer may be away when it "
+            "is used. A peer that is known here may be named by its nickname, or the end of its id.",
             show_default=False,
         ),
     ] = "",

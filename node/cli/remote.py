@@ -23,7 +23,7 @@ from node.page.keys import last_port, read_link
 from node.reporting.status import Status, join_command, parse, parse_as, printable, to_json, who_joins
 from node.reporting.swarm import SwarmStatus
 from node.runtime.program import typed
-from node.session.fatal import FatalPeerError
+from node.session.fatal import FatalPeerError, NotInvited
 from node.tasks.hf.settings import ModelError
 from node.ui.control import ControlUnavailable, ask, home, running
 
@@ -284,6 +284,8 @@ def _reaching() -> Iterator[None]:
 
     try:
         yield
+    except NotInvited as error:
+        raise CommandError(str(error)) from None
     except (FatalPeerError, ModelError, DaemonError, IdentityError, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 

@@ -14,3 +14,7 @@ class FatalPeerError(Exception):
     def __init__(self, why: str, code: int = 2) -> None:
         super().__init__(why)
         self.code = code
+
+
+class NotInvited(FatalPeerError):
+    """A private run admits this peer with nothing that its user has given."""

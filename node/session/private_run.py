@@ -41,7 +41,7 @@ from node.network.address_scope import Scope, scope
 from node.reporting.status import MAX_NAME, printable, short
 from node.runtime.identity import Identity, is_peer_id, load, peer_id_of, public_key_of, verify
 from node.runtime.program import typed
-from node.session.fatal import FatalPeerError
+from node.session.fatal import FatalPeerError, NotInvited
 from node.session.status_tracker import StatusTracker
 from node.session.swarm_poller import SwarmPoller
 from node.storage.pass_files import PassFiles
@@ -54,6 +54,7 @@ CONNECT_SECONDS = 8.0
 RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0)
 OPEN = "this run is open: others join by the line that status prints; join --private starts a private one"
 NARROW = "this ticket works in your own network only: nobody outside can reach a member (starling doctor)"
+_WHOLE_ID = ": give the whole id of a new peer (its page and status --json show it, and join if it refuses a ticket)"
 _STARTING = "the peer is starting: ask again in a few seconds"
 
 DialAddress = Callable[[str, Deadline], Awaitable[PeerId]]
@@ -89,7 +90,7 @@ def visitors_access(directory: Path, visitor: PeerId, clock: Clock) -> PassExcha
     except StateError as error:
         raise FatalPeerError(str(error)) from None
     if own is None:
-        raise FatalPeerError(f"{directory} holds no pass to its run: {PRIVATE}")
+        raise NotInvited(f"{directory} holds no pass to its run: {PRIVATE}")
 
     def shown() -> Pass:
         until = int(clock.wall()) + VISIT_SECONDS
@@ -171,7 +172,7 @@ class PrivateMembership:
         """Use a pass before the manifest is there. Whether its first issuer is the founder, the manifest will tell."""
         self._enter(PrivateRun(run, shown.links[0].issuer), shown)
         if why := self.exchange.why_not(self._me, shown):
-            raise FatalPeerError(f"the pass for this run does not admit this peer ({why}): ask for another ticket")
+            raise NotInvited(f"the pass for this run does not admit this peer ({why}): ask for another ticket")
 
     async def redeem(self, ticket: Ticket, transport: Transport, connect: DialAddress) -> None:
         """Get a pass for a ticket from the peer that has made it, however long that is away. Raises FatalPeerError."""
@@ -192,7 +193,7 @@ class PrivateMembership:
             attempt += 1
         shown = Pass(redeemed.links)
         if not shown.links or shown.links[-1].issuer != ticket.issuer:
-            raise FatalPeerError("the peer that made this ticket has issued no pass for it: ask another member")
+            raise NotInvited("the peer that made this ticket has issued no pass for it: ask another member")
         self._accept(ticket.run, shown)
         await self._files.run(partial(self._store.keep_pass, shown), 0)
         self._inviter, self._is_new = printable(redeemed.nickname)[:MAX_NAME], True
@@ -214,7 +215,7 @@ class PrivateMembership:
             if isinstance(answer, Redeemed):
                 return answer
             if isinstance(answer, PassRefused):
-                raise FatalPeerError(printable(answer.why))
+                raise NotInvited(printable(answer.why))
         return None
 
     def enter(self, manifest: Manifest) -> None:
@@ -224,11 +225,11 @@ class PrivateMembership:
             return self.exchange.open()
         shown = NO_PASS if run.founder == self._key else self._pass if self._pass.links else None
         if shown is None:
-            raise FatalPeerError(PRIVATE)
+            raise NotInvited(PRIVATE)
         self._enter(run, shown)
         self._invitations = self._store.invitations(run.run)
         if why := self.exchange.why_not(self._me, shown):
-            raise FatalPeerError(f"this peer's pass does not admit it to the run ({why}): ask a member for a ticket")
+            raise NotInvited(f"this peer's pass does not admit it to the run ({why}): ask a member for a ticket")
         if self._is_new:
             self._say(self._admitted_line(manifest))
             self._is_new = False
@@ -281,9 +282,9 @@ class PrivateMembership:
             ticket, f"For {whom}, until {day(until, seconds)}.", addresses, number=changed.invites[-1].number
         )
 
-    def _invite_one(self, run: PrivateRun, peer: PeerId, depth: int, addresses: Sequence[str]) -> Mapping[str, object]:
-        if not is_peer_id(peer):
-            raise ValueError(f"{printable(peer, 60)!r} is not the id of a peer: give all of it (status --json)")
+    def _invite_one(self, run: PrivateRun, who: str, depth: int, addresses: Sequence[str]) -> Mapping[str, object]:
+        if (peer := self._one_peer(who, _WHOLE_ID)) == self._me:
+            raise ValueError("this is the id of this peer itself: give that of the peer that is to join")
         shown = Pass((*self._pass.links, _link(self._identity, public_key_of(peer), run.run, PEER, depth)))
         ticket = Ticket(run.run, self._key, shown=shown, addresses=_best(addresses))
         return _answer(ticket, f"For {short(peer)} only, without an end.", addresses)
@@ -361,9 +362,12 @@ class PrivateMembership:
                 await self._files.run(partial(self._store.keep_invitations, changed), 0)
                 self._invitations = changed
             return f"ticket {who} cannot be used any more; who has used it stays"
-        peer = self._one_peer(who)
+        if (peer := self._one_peer(who)) == self._me:
+            raise ValueError("this peer cannot remove itself: it leaves by starling finish")
         key, shown = public_key_of(peer), self.exchange.pass_of(peer)
         above = {link.issuer for link in shown.links} if shown else self._guests_issuer(key)
+        if key == run.founder:
+            raise ValueError("the founder of a run cannot be removed from it")
         if self._key not in above | {run.founder}:
             raise ValueError(f"only a peer that {self._named(peer)} came through can remove it, and the founder")
         made = revoke(self._identity.sign, self._key, key, run=run.run, time=int(self.now()))
@@ -375,12 +379,14 @@ class PrivateMembership:
         own = any(link.subject == key for each in self._invitations.invites for link in each.links)
         return {self._key} if own else set()
 
-    def _one_peer(self, who: str) -> PeerId:
+    def _one_peer(self, who: str, otherwise: str = "") -> PeerId:
+        """The peer with this nickname, this id or this end of an id. ValueError, ending in `otherwise`, if none has."""
         names = {each.peer: each.hello.nickname if each.hello else "" for each in self.contacts()}
+        names[self._me] = self._nickname
         guests = {peer for each in self._invitations.invites for peer in each.used_by}
         wanted = who.removeprefix("…")
         found = {peer for peer in {*names, *guests} if peer == wanted or (len(wanted) >= 6 and peer.endswith(wanted))}
-        found = found or {peer for peer, name in names.items() if name == who}
+        found = found or {peer for peer, name in names.items() if who and name == who}
         if not found and is_peer_id(who):
             found = {who}
         if len(found) > 1:
@@ -388,9 +394,7 @@ class PrivateMembership:
                 f"{len(found)} members are called {printable(who, MAX_NAME)}: give an id from starling members"
             )
         if not found:
-            raise ValueError(f"no member {printable(who, 60)} is known here")
-        if self._me in found:
-            raise ValueError("this peer cannot remove itself: it leaves by starling finish")
+            raise ValueError(f"no member {printable(who, 60) or repr(who)} is known here{otherwise}")
         return found.pop()
 
     def _named(self, peer: PeerId) -> str:

@@ -13,14 +13,14 @@ from node.export.fetching import fetch_state, fetchable
 from node.joining.bootstrap import RunInfo, ask_run, ask_status
 from node.joining.run_selector import run_id
 from node.joining.state_download import INCARNATION
-from node.membership.pass_exchange import PassExchange
+from node.membership.pass_exchange import NotAdmitted, PassExchange
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PTransport
 from node.runtime.clock import WallClock
 from node.runtime.compute import ThreadCompute
 from node.runtime.identity import create
 from node.runtime.proxies import dialled_directly
-from node.session.fatal import FatalPeerError
+from node.session.fatal import FatalPeerError, NotInvited
 from node.session.private_run import visitors_access
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, StaticMembers
@@ -103,6 +103,8 @@ async def _ask_at(
     try:
         peer = await transport.connect(address, deadline)
         return peer, await ask(transport, peer, deadline)
+    except NotAdmitted as error:
+        raise NotInvited(f"{address}: {error.why}") from None
     except PeerError as error:
         raise FatalPeerError("; ".join(filter(None, (f"{address}: {error.why}", dialled_directly())))) from None
     except (BadPayload, ValueError) as error:

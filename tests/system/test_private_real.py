@@ -15,7 +15,7 @@ from node.membership.hello import PASS_METHOD
 from node.membership.invitations import Ticket, read_ticket
 from node.membership.pass_exchange import PassRefused, Present, Redeem, Redeemed
 from node.network.libp2p import LibP2PTransport
-from node.runtime.identity import Identity, create, peer_id_of, public_key_of
+from node.runtime.identity import Identity, create, load, peer_id_of, public_key_of
 from node.storage.pass_files import PassFiles
 from protocols.base import NotAccepted, PeerError, PeerId
 from tests.node.membership.test_pass_exchange import methods
@@ -87,8 +87,10 @@ def test_private_run_admits_the_invited_and_nobody_else(tmp_path: Path) -> None:
         carl = swarm.peer("carl")
         assert carl.start("--bootstrap", anna.address).ends(60) == 2
         assert "this run is private: ask a member for a ticket (starling invite)" in carl.said()
+        assert "this run is private" in carl.command("status", "--bootstrap", anna.address, code=2)
         carl.environment = bert.environment
         assert carl.start().ends(60) == 2
+        assert f"this peer is {load(carl.directory / 'identity.key').peer_id}; its identity stays in" in carl.said()
         assert f"this ticket was used by another peer (…{bert.id[-6:]})" in carl.said()
         assert not (carl.directory / "manifest.bin").exists()
 

@@ -232,8 +232,13 @@ async def test_invite_says_why_it_makes_no_ticket(machines: Machines) -> None:
         await bert.invites()
     narrow = await anna.private.invite(1, WEEK, "", ("/ip4/192.168.1.5/tcp/1/p2p/" + anna.me,))
     assert narrow["warning"] == NARROW and narrow["ticket"]
-    with pytest.raises(ValueError, match="is not the id of a peer"):
+    with pytest.raises(ValueError, match="no member bert is known here: give the whole id of a new peer"):
         await anna.invites(peer="bert")
+    with pytest.raises(ValueError, match="the id of this peer itself"):
+        await anna.invites(peer=anna.me)
+    anna.knows(bert)
+    for name in ("bert", f"…{bert.me[-6:]}"):
+        assert (await anna.invites(peer=name)).shown.links[-1].subject == public_key_of(bert.me)
     founders = machines.run(inviters="founder")
     anna.private.enter(founders)
     await bert.join(await anna.invites(), founders)
@@ -254,12 +259,16 @@ async def test_revoke_names_whom_it_cannot_remove(machines: Machines) -> None:
         ("eve", "no member eve is known here"),
         ("bert", "2 members are called bert: give an id from starling members"),
         (anna.me, "this peer cannot remove itself"),
+        ("anna", "this peer cannot remove itself"),
+        ("", "no member '' is known here"),
     ):
         with pytest.raises(ValueError, match=line):
             await anna.private.revoke(who)
     bert.knows(anna, dora)
-    with pytest.raises(ValueError, match=r"only a peer that anna .* came through can remove it"):
+    with pytest.raises(ValueError, match="the founder of a run cannot be removed"):
         await bert.private.revoke("anna")
+    with pytest.raises(ValueError, match=r"only a peer that dora .* came through can remove it"):
+        await bert.private.revoke("dora")
     await anna.private.revoke(f"…{bert.me[-6:]}")
     assert not await bert.reaches(anna)
 
