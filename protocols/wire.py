@@ -254,6 +254,15 @@ class Chunk(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class Partial(Header):
+    """A cluster's mean of one chunk; `size` payload bytes follow (`protocols.allreduce.clustered_plan`)."""
+
+    index: int = uint(1 << 32)
+    mask: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each of the cluster's offers whose contribution it holds
+    size: int = uint(1 << 32)
+
+
+@dataclass(frozen=True, slots=True)
 class Reduced(Header):
     """One reduced chunk; `size` payload bytes follow, the same for every member."""
 

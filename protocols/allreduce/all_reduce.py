@@ -23,6 +23,7 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper, task_group
+from protocols.allreduce.clustered_plan import Pace, ResolvedClusters
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import SCATTER_SHARE, ResolvedPlan
 from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Settings, Stream, Vector
@@ -205,7 +206,7 @@ class AllReduce:
 
     def holds_all(self) -> bool:
         """Whether each part has something of each member that contributes."""
-        weights = self.task.resolved.weights
+        weights = self.task.whole.weights
         wanted = sum(1 << index for index, weight in enumerate(weights) if weight > 0)
         masks = (functools.reduce(operator.or_, held.masks, 0) for held in self.parts.values() if held.chunks)
         return all(mask & wanted == wanted for mask in masks)
@@ -227,23 +228,31 @@ class AllReduce:
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
         """Serve a member's data stream. Raises PeerSilent if this member does not reduce the part."""
-        codec = self.task.format.codec
-        if opening.codec != codec.name:
-            raise BadPayload(f"codec {opening.codec!r} where the run uses {codec.name}")
+        self._check_codec(opening.codec)
         deadline = min(stream.deadline, self.task.deadline)
         if not await self._notifier.reached(lambda: opening.part in self._reducers, deadline):
             raise PeerSilent(peer, f"part {opening.part} is not reduced here")
         await self._reducers[opening.part].serve(peer, stream)
 
+    def _check_codec(self, name: str) -> None:
+        codec = self.task.format.codec
+        if name != codec.name:
+            raise BadPayload(f"codec {name!r} where the run uses {codec.name}")
+
 
 def _empty(task: DataPhase, part: int) -> ReducedPart:
     held = task.part(part)
-    held.done = wire.PartDone(part, task.resolved.plan.reducers[part], held.seal([]), b"")
+    held.done = wire.PartDone(part, task.whole.plan.reducers[part], held.seal([]), b"")
     return held
 
 
 class Reducer:
-    """Averages one part. `run` closes its chunks; `serve` answers one member's stream."""
+    """Averages one part. `run` closes its chunks; `serve` answers one member's stream.
+
+    Contributions are those of the peers of a plan, in its order. This peer's own one is taken from `DataPhase.mine`.
+    """
+
+    pace: Pace | None = None  # when a chunk is closed without the slowest; None: only when they are late
 
     def __init__(self, task: DataPhase, index: int, part: ReducedPart | None = None) -> None:
         """A part that is complete is only served."""
@@ -252,28 +261,40 @@ class Reducer:
         self._contribution = task.contribution(index)
         self.dropped: dict[PeerId, str] = {}  # members whose contribution is not complete, and why
         self.outliers: dict[PeerId, str] = {}  # members whose contribution was unlike the others', and how
-        resolved = task.resolved
-        self._judge = RobustAggregator(resolved.robust, resolved.allowances)
-        self._order = {peer: index for index, peer in enumerate(resolved.peers)}
+        self._plan, self._own = self._contributors()
+        self._judge = RobustAggregator(self._plan.robust, self._plan.allowances)
+        self._order = {peer: index for index, peer in enumerate(self._plan.peers)}
         self._chunks = self.part.chunks
-        self._expected = [
-            peer for peer in resolved.peers if peer != task.host.me and resolved.weights[self._order[peer]] > 0
-        ]
+        self._contributing = [peer for peer, weight in zip(self._order, self._plan.weights, strict=True) if weight > 0]
+        self._expected = [peer for peer in self._contributing if peer != self._own]
         self._served: set[PeerId] = set()
         self._inbox: dict[int, dict[PeerId, memoryview]] = {index: {} for index in range(self._chunks)}
         self._free: list[memoryview] = []
-        self._squares = dict.fromkeys(resolved.peers, 0.0)
+        self._squares = dict.fromkeys(self._order, 0.0)
         self._masks = self.part.masks
         self._digests: list[bytes] = []
-        self._notifier = Notifier()
+        self.notifier = Notifier()  # of each chunk that comes in or is closed
         self._scratch = torch.empty(0)
+        self._began = loop_time()
+        self._enough_seconds: dict[int, float] = {}  # chunk -> when enough members had sent it, for `pace`
+
+    def _contributors(self) -> tuple[ResolvedPlan | ResolvedClusters, PeerId | None]:
+        """The plan of those that contribute, and which of them is this peer."""
+        return self.task.resolved, self.task.host.me
 
     async def run(self) -> ReducedPart:
         """Close every chunk, without members that are silent or late, and sign the part."""
         if self.part.done:
             return self.part
-        # one row for each contributor and one for the mean
-        rows = sum(weight > 0 for weight in self.task.resolved.weights) + 1
+        await self._close_chunks()
+        task, result = self.task, self.part.seal(self._digests)
+        done = wire.PartDone(self.index, task.whole.plan.reducers[self.index], result, b"")
+        self.part.done = replace(done, signature=task.host.signer.sign(task.message(done)))
+        self.notifier.notify()
+        return self.part
+
+    async def _close_chunks(self) -> None:
+        rows = len(self._contributing) + 1  # one for the mean
         self._scratch = torch.empty(rows, min(self.part.chunk_elements, self.part.high - self.part.low))
         late = self._late()
         for index in range(self._chunks):
@@ -287,28 +308,29 @@ class Reducer:
             self._masks.append(mask)
             self._free.extend(self._inbox.pop(index).values())
             self.task.progress()
-            self._notifier.notify()
-        task, result = self.task, self.part.seal(self._digests)
-        done = wire.PartDone(self.index, task.resolved.plan.reducers[self.index], result, b"")
-        self.part.done = replace(done, signature=task.host.signer.sign(task.message(done)))
+            self.notifier.notify()
         self._scratch, self._free = torch.empty(0), []
-        self.outliers = {task.resolved.peers[member]: why for member, why in self._judge.named().items()}
-        self._notifier.notify()
-        return self.part
+        self.outliers = {self._plan.peers[member]: why for member, why in self._judge.named().items()}
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Wait for nothing more from a member. The whole chunks that it sent still count."""
         if peer in self._expected and peer not in self.dropped and len(self._masks) < self._chunks:
             self.dropped[peer] = why
-            self._notifier.notify()
+            self.notifier.notify()
+
+    async def closed(self, index: int) -> bool:
+        """Wait until a chunk is averaged; False at the deadline."""
+        return await self.notifier.reached(lambda: index < len(self._masks), self.task.deadline)
 
     async def serve(self, peer: PeerId, stream: Stream) -> None:
-        """Receive a member's contribution and send it the reduced part; on a second stream, only send the part."""
+        """Receive the contribution of `peer`, on a stream of its or, in a clustered round, of its aggregator, and send
+        back the reduced part; on a second stream, only send the part.
+        """
         if peer not in self._order:
             raise BadPayload("not in the plan")
         first = peer not in self._served
         self._served.add(peer)
-        self._notifier.notify()
+        self.notifier.notify()
         try:
             if first and peer in self._expected and not self.part.done:
                 await run_with_helper(self._give(stream), self._take(peer, stream))
@@ -320,7 +342,7 @@ class Reducer:
     async def _take(self, peer: PeerId, stream: Stream) -> None:
         try:
             for index in range(self._chunks):
-                await self._notifier.until(lambda: index < len(self._masks) + WINDOW_CHUNKS, self.task.deadline)  # noqa: B023
+                await self.notifier.until(lambda: index < len(self._masks) + WINDOW_CHUNKS, self.task.deadline)  # noqa: B023
                 await self._take_chunk(peer, stream, index)
                 if peer in self.dropped:
                     return
@@ -333,15 +355,23 @@ class Reducer:
 
     async def _take_chunk(self, peer: PeerId, stream: Stream, index: int) -> None:
         # Not `receive_chunk`: here only a chunk on its way has a buffer, and all members share the free buffers.
-        size = self._contribution.size(index)
-        due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size)
-        whole = self._free.pop() if self._free else self.part.pool.take(self._contribution.size(0))
+        size = await self._receive_header(peer, stream, index)
+        whole = self._free.pop() if self._free else self.part.pool.take(self._largest_bytes())
         await stream.receive_into(whole[:size])
         if peer in self.dropped:
             self._free.append(whole)
             return
         self._inbox[index][peer] = whole
-        self._notifier.notify()
+        self.notifier.notify()
+
+    async def _receive_header(self, peer: PeerId, stream: Stream, index: int) -> int:
+        """Receive the header of the chunk that is due from a member. Returns the size of its payload."""
+        size = self._contribution.size(index)
+        return due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size).size
+
+    def _largest_bytes(self) -> int:
+        """The size of the largest chunk that any member sends."""
+        return self._contribution.size(0)
 
     def _late(self) -> Deadline:
         now = loop_time()
@@ -349,23 +379,35 @@ class Reducer:
 
     async def _gather_in(self, index: int, late: Deadline) -> bool:
         """Wait for a chunk of every member; False if a member was silent or late, and is left out."""
-        inbox = self._inbox[index]
-
-        def missing() -> list[PeerId]:
-            return [peer for peer in self._expected if peer not in inbox and peer not in self.dropped]
-
-        def silent() -> list[PeerId]:
-            return [peer for peer in missing() if peer not in self._served]
-
         in_time = True
-        for absent, until, why in ((silent, self.task.silent, "silent"), (missing, late, "late")):
-            try:
-                await self._notifier.until(lambda absent=absent: not absent(), until)  # type: ignore[misc]
-            except TimeoutError:
+        while self._missing(index):
+            limit = until, why = self._limit(index, late)
+
+            def has_changed() -> bool:
+                return not self._missing(index) or self._limit(index, late) != limit  # noqa: B023 - awaited here
+
+            if not await self.notifier.reached(has_changed, until):
                 in_time = False
-                for peer in absent():
-                    self.lose(peer, f"{why}: chunk {index} of {self._chunks} was not in")
+                for peer in self._missing(index):
+                    if why == "late" or peer not in self._served:
+                        self.lose(peer, f"{why}: chunk {index} of {self._chunks} was not in")
         return in_time
+
+    def _missing(self, index: int) -> list[PeerId]:
+        inbox = self._inbox[index]
+        return [peer for peer in self._expected if peer not in inbox and peer not in self.dropped]
+
+    def _limit(self, index: int, late: Deadline) -> tuple[Deadline, str]:
+        """Until when to wait for what is missing of a chunk, and what those are that are left out then."""
+        missing = self._missing(index)
+        silent = any(peer not in self._served for peer in missing)
+        until, why = (self.task.silent, "silent") if silent else (late, "late")
+        if self.pace:
+            expected = sum(peer not in self.dropped for peer in self._expected)
+            if expected - len(missing) >= self.pace.enough(expected):
+                took = self._enough_seconds.setdefault(index, loop_time() - self._began)
+                return min((until, why), (self._began + self.pace.until(took), "late"))
+        return until, why
 
     def _close(self, index: int) -> tuple[int, dict[PeerId, str]]:
         """Decode, check, average and encode one chunk, outside the event loop. Returns its mask, and the refused
@@ -376,33 +418,35 @@ class Reducer:
         mean = self.part.vector_for(data, scratch)
         taken, refused = self._decoded(index)
         if taken:
-            self._average(taken, mean)
+            self._average(index, taken, mean)
         else:
             mean.zero_()
         self.part.codec.encode(mean, data)
-        self.part.decode_chunk(index, self.task.into, scratch)  # so this member has the same bits as the others
         mask = sum(1 << order for order, _, _ in taken)
-        self._digests.append(self.part.digest_of(index, mask))
+        self._on_encoded(index, mask, scratch)
         return mask, refused
+
+    def _on_encoded(self, index: int, mask: int, scratch: Vector) -> None:
+        self.part.decode_chunk(index, self.task.into, scratch)  # so this member has the same bits as the others
+        self._digests.append(self.part.digest_of(index, mask))
 
     def _decoded(self, index: int) -> tuple[list[tuple[int, Vector, float]], dict[PeerId, str]]:
         """Decode the contributions to a chunk. Returns those that count, and the refused members with reasons.
 
         A contribution is its member's index in the plan, its elements, and an estimate of their norm.
         """
-        task, resolved, inbox = self.task, self.task.resolved, self._inbox[index]
-        low, high = self.part.elements(index)
+        inbox, (low, high) = self._inbox[index], self.part.elements(index)
         taken, refused = list[tuple[int, Vector, float]](), dict[PeerId, str]()
-        for order, peer in enumerate(resolved.peers):
-            if resolved.weights[order] == 0 or (peer != task.host.me and (peer not in inbox or peer in self.dropped)):
+        for peer in self._contributing:
+            if peer != self._own and (peer not in inbox or peer in self.dropped):
                 continue
             try:
-                taken.append((order, *self._decode(peer, index, self._scratch[len(taken), : high - low])))
+                taken.append((self._order[peer], *self._decode(peer, index, self._scratch[len(taken), : high - low])))
             except BadPayload as error:
                 refused[peer] = f"refused: {error}"
         return taken, refused
 
-    def _average(self, taken: Sequence[tuple[int, Vector, float]], into: Vector) -> None:
+    def _average(self, index: int, taken: Sequence[tuple[int, Vector, float]], into: Vector) -> None:
         resolved, members, rows = self.task.resolved, [order for order, _, _ in taken], [row for _, row, _ in taken]
         factors = [resolved.factors[order] for order in members]
         norms = [size * factor for (_, _, size), factor in zip(taken, factors, strict=True)]
@@ -418,7 +462,7 @@ class Reducer:
         Raises BadPayload if they are not finite, or the contribution's norm exceeds its limit.
         """
         task = self.task
-        if peer == task.host.me:
+        if peer == self._own:
             low, high = self.part.elements(index)
             scratch.copy_(task.mine.read(low, high, scratch))
             if self.part.codec is not task.format.codec:  # the mean has room only for encoded contributions
@@ -435,27 +479,29 @@ class Reducer:
         return row, size
 
     async def _give(self, stream: Stream) -> None:
-        for index in range(self._chunks):
-            await self._notifier.until(lambda: index < len(self._masks), self.task.deadline)  # noqa: B023 - awaited here
-            data = self.part.chunk(index)
-            await stream.send(wire.Reduced(index, self._masks[index], len(data)), data)
-        await self._notifier.until(lambda: self.part.done is not None, self.task.deadline)
-        assert self.part.done is not None
-        await stream.send(self.part.done)
+        await send_part(stream, self.part, self.notifier, self.task.deadline)
+
+
+async def send_part(stream: Stream, part: ReducedPart, notifier: Notifier, deadline: Deadline) -> None:
+    """Send a part chunk by chunk as it is filled, and the reducer's statement. `TimeoutError` at the deadline."""
+    for index in range(part.chunks):
+        await notifier.until(lambda: index < len(part.masks), deadline)  # noqa: B023 - awaited here
+        data, members = part.chunk(index), part.members[index] if part.clusters else b""
+        await stream.send(wire.Reduced(index, part.masks[index], len(data), members), data)
+    await notifier.until(lambda: part.done is not None, deadline)
+    assert part.done is not None
+    await stream.send(part.done)
 
 
 async def contribute(task: DataPhase, part: int, stream: Stream, again: bool = False) -> ReducedPart:
     """Send this member's contribution to one part to its reducer, and receive the reduced part; only receive if
     `again`.
     """
-    held, peers = task.part(part), task.resolved.peers
+    held = task.part(part)
     await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.format.codec.name))
-    receiving = _receive_part(task, held, stream)
+    receiving = receive_part(task, held, stream)
     done = await (receiving if again else run_with_helper(receiving, _send_part(task, part, stream)))
-    if (done.part, done.result) != (part, held.result) or done.reducer >= len(peers):
-        raise BadPayload("a part whose digest is not that of its chunks")
-    if not task.host.signer.verify(peers[done.reducer], task.message(done), done.signature):
-        raise BadPayload("a part with a forged signature")
+    task.check_part(part, held, done)
     held.done = done
     return held
 
@@ -469,26 +515,24 @@ async def _send_part(task: DataPhase, part: int, stream: Stream) -> None:
         await send_vector(stream, task.contribution(part), task.mine, task.host.compute)
 
 
-async def _receive_part(task: DataPhase, held: ReducedPart, stream: Stream) -> wire.PartDone:
+async def receive_part(task: DataPhase, held: ReducedPart, stream: Stream) -> wire.PartDone:
     """Receive the reduced chunks into `held`, decode them into the mean, and seal the part. Returns the reducer's
     statement, which is neither verified nor compared with the part.
     """
     digests: list[bytes] = []
-    scratch, allowed = held.scratch_vector(), (1 << len(task.resolved.peers)) - 1
+    scratch = held.scratch_vector()
 
-    def accept(index: int) -> bytes:
-        held.decode_chunk(index, task.into, scratch)
-        return held.digest_of(index, held.masks[index])
+    def accept(reduced: wire.Reduced) -> bytes:
+        held.decode_chunk(reduced.index, task.into, scratch)
+        return held.digest_of(reduced.index, reduced.mask, reduced.members)
 
     for index in range(held.chunks):
         data = held.chunk(index)
-        mask = due(await stream.receive(HEADER_LIMIT), wire.Reduced, index, len(data)).mask
-        if mask & ~allowed:  # a member that is left out of one chunk is in no later one
-            raise BadPayload(f"reduced chunk {index} holds a contributor that is excluded or unknown")
-        allowed = mask
+        reduced = due(await stream.receive(HEADER_LIMIT), wire.Reduced, index, len(data))
+        task.check_chunk(reduced, held)
         await stream.receive_into(data)
-        held.masks.append(mask)
-        digests.append(await task.host.compute.run(partial(accept, index), 2 * len(data)))
+        held.append(reduced.mask, reduced.members)
+        digests.append(await task.host.compute.run(partial(accept, reduced), 2 * len(data)))
         task.progress()
     done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
     held.seal(digests)

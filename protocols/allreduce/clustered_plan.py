@@ -24,6 +24,7 @@ from protocols.wire import (
     MAX_SECONDS,
     MAX_TOKENS,
     Offer,
+    Partial,
     Plan,
     blob,
     canonical_bytes,
@@ -124,15 +125,6 @@ class ContributePartial(Header):
     cluster: int = uint(MAX_ROSTER)
     offers: tuple[Offer, ...] = list_of(one(Offer), MAX_CLUSTER)
     relays: bool = flag()
-
-
-@dataclass(frozen=True, slots=True)
-class Partial(Header):
-    """A cluster's mean of one chunk; `size` payload bytes follow."""
-
-    index: int = uint(1 << 32)
-    mask: int = uint((1 << MAX_CLUSTER) - 1)  # a bit for each of the cluster's offers whose contribution it holds
-    size: int = uint(1 << 32)
 
 
 register(220, (OfferToLead, ClusterReady, ClusteredPlan, ClusterPlan, ContributePartial, Partial))
@@ -273,6 +265,10 @@ class ResolvedClusters:
     peers: tuple[PeerId, ...]  # the leads, in the order of mask bits and of summation
     weights: tuple[float, ...]  # of each cluster with all of its members
     allowances: tuple[float, ...]  # as in `ResolvedPlan`, by the weight per member
+
+    @property
+    def robust(self) -> str:
+        return self.inputs.robust
 
     @property
     def members(self) -> int:

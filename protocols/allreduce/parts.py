@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from protocols import wire
+from protocols.allreduce.clustered_plan import ResolvedClusters
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import Buffer, Deadline, Host, RoundKey, Settings, Stream, Vector
+from protocols.base import BadPayload, Buffer, Deadline, Host, RoundKey, Settings, Stream, Vector
 from protocols.consensus.record import Record
 from protocols.registry import CHUNK_ELEMENTS
 from protocols.streams.chunks import PartLayout
@@ -68,6 +69,12 @@ class ReducedPart(PartLayout):
         if memory is None:
             memory = self._memory[index] = self.pool.take(self.size(index))
         return memory
+
+    def append(self, mask: int, members: bytes = b"") -> None:
+        """Note whose contributions the next chunk holds."""
+        if self.clusters:
+            self.members.append(members)
+        self.masks.append(mask)
 
     def digest_of(self, index: int, mask: int, members: bytes = b"") -> bytes:
         return chunk_digest(mask, self.chunk(index), members)
@@ -146,15 +153,44 @@ class DataPhase:
     patience_seconds: float  # time that a reducer has to answer a stream
     deadline: Deadline
     progress: Callable[[], None]  # called for every chunk
+    # in a clustered round: the plan of all clusters. `resolved` is that of this peer's own one, which has this index
+    clusters: ResolvedClusters | None = None
+    cluster: int = 0
+
+    @property
+    def whole(self) -> ResolvedPlan | ResolvedClusters:
+        """The plan whose peers reduce the parts and are the bits of a reduced chunk's mask."""
+        return self.clusters or self.resolved
 
     def part(self, index: int) -> ReducedPart:
-        return self.format.part(*self.resolved.part(index), len(self.resolved.peers))
+        whole, clusters = self.whole, self.clusters
+        part = self.format.part(*whole.part(index), clusters.members if clusters else len(whole.peers))
+        part.clusters = len(clusters.peers) if clusters else 0
+        return part
 
     def contribution(self, index: int) -> PartLayout:
         return self.format.contribution(*self.resolved.part(index))
 
     def message(self, done: wire.PartDone) -> bytes:
         return part_message(self.key, self.resolved.digest, done)
+
+    def check_chunk(self, reduced: wire.Reduced, held: ReducedPart) -> None:
+        """Refuse a chunk, which is the next one of `held`, that names an unknown contributor, or one that was left out
+        of an earlier chunk: with BadPayload.
+        """
+        if self.clusters:
+            return self.clusters.check_chunk(reduced.mask, reduced.members, held.members[-1] if held.members else b"")
+        allowed = held.masks[-1] if held.masks else (1 << len(self.resolved.peers)) - 1
+        if reduced.mask & ~allowed or reduced.members:
+            raise BadPayload(f"reduced chunk {reduced.index} holds a contributor that is excluded or unknown")
+
+    def check_part(self, index: int, held: ReducedPart, done: wire.PartDone) -> None:
+        """Refuse a reducer's statement that is not that of the part held, with BadPayload."""
+        peers = self.whole.peers
+        if (done.part, done.result) != (index, held.result) or done.reducer >= len(peers):
+            raise BadPayload("a part whose digest is not that of its chunks")
+        if not self.host.signer.verify(peers[done.reducer], self.message(done), done.signature):
+            raise BadPayload("a part with a forged signature")
 
 
 def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:

@@ -20,7 +20,7 @@ from protocols.vectors.views import VectorView, chunk_count, chunk_range
 
 HEADER_LIMIT = 512  # limit of the bytes of a chunk's header, or of a message that comes instead of it
 
-ChunkHeader = TypeVar("ChunkHeader", wire.Chunk, wire.Reduced)
+ChunkHeader = TypeVar("ChunkHeader", wire.Chunk, wire.Partial, wire.Reduced)
 OnHeader = Callable[[Header], None]  # called with each header before it is checked to be that of a chunk; may raise
 
 

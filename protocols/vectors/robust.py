@@ -201,11 +201,15 @@ class RobustAggregator:
         contributions: Sequence[Vector],
         weights: Sequence[float],
         into: Vector,
+        counts: Sequence[int] | None = None,
     ) -> None:
-        """Aggregate one chunk by the rule, as `Rule` does. `norms` are L2. The contributions are overwritten."""
+        """Aggregate one chunk by the rule, as `Rule` does. `norms` are L2. The contributions are overwritten.
+
+        `counts`: of how many members each contribution is the mean, if they are means.
+        """
         contributions, measured = tuple(contributions), len(into) >= MEASURED_ELEMENTS
         if measured:
-            self._clip(members, norms, contributions)
+            self._clip(members, norms, contributions, self._limits(norms, counts))
         if self._rule == "mean":
             return weighted_mean(contributions, weights, into)
         rows = torch.stack(contributions)
@@ -216,19 +220,37 @@ class RobustAggregator:
                 self._apart[member] += norm([_difference(row, into, apart)]) ** 2
         RULES[self._rule](rows, weights, into)
 
-    def is_clear(self, members: Sequence[int], norms: Sequence[float]) -> bool:
+    def is_clear(self, members: Sequence[int], norms: Sequence[float], counts: Sequence[int] | None = None) -> bool:
         """Whether no contribution is clipped even if these norms are wrong by `ESTIMATE_ERROR`."""
-        limit = (1 - ESTIMATE_ERROR) / (1 + ESTIMATE_ERROR) * self._limit(norms)
-        return all(size <= limit * self._allowances[member] for member, size in zip(members, norms, strict=True))
+        share = (1 - ESTIMATE_ERROR) / (1 + ESTIMATE_ERROR)
+        limits = self._limits(norms, counts)
+        each = zip(members, norms, limits, strict=True)
+        return all(size <= share * limit * self._allowances[member] for member, size, limit in each)
+
+    def _limits(self, norms: Sequence[float], counts: Sequence[int] | None) -> list[float]:
+        """The largest norm that each contribution may have, before its allowance.
+
+        Of means, the norm shrinks as members are more, at most by √members, if these differ in all directions. So a
+        mean of fewer members may be that much larger than another one, and a mean of more may be as large.
+        """
+        if counts is None or len(set(counts)) <= 1:
+            return [self._limit(norms)] * len(norms)
+        pairs = list(zip(norms, counts, strict=True))
+        return [self._limit([norm * math.sqrt(max(1.0, other / count)) for norm, other in pairs]) for count in counts]
 
     @staticmethod
     def _limit(norms: Sequence[float]) -> float:
         moved = [norm for norm in norms if norm > 0]
         return (MEASURED_SLACK if len(moved) > 2 else PAIR_SLACK) * median_low(moved) if moved else 0.0
 
-    def _clip(self, members: Sequence[int], norms: Sequence[float], contributions: Sequence[Vector]) -> None:
-        limit = self._limit(norms)
-        for member, size, row in zip(members, norms, contributions, strict=True):
+    def _clip(
+        self,
+        members: Sequence[int],
+        norms: Sequence[float],
+        contributions: Sequence[Vector],
+        limits: Sequence[float],
+    ) -> None:
+        for member, size, row, limit in zip(members, norms, contributions, limits, strict=True):
             kept = min(size, limit * self._allowances[member])
             if kept < size:
                 row.mul_(kept / size)

@@ -1,0 +1,326 @@
+"""The data phase of a clustered round at one peer: as a member and an aggregator of its cluster and, at a voter, as the
+reducer of its parts.
+
+A member sends each part to its cluster's aggregator, and gets the mean of all from it. If the aggregator is lost, the
+members ask the next one in an order that all of them know: it fetches the part from the reducer, once for all. A voter
+asks the reducer itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+
+from protocols.aio import loop_time, run_with_helper, task_group
+from protocols.allreduce import clustered_plan
+from protocols.allreduce.aggregator import Aggregator, PartialReducer, Relay
+from protocols.allreduce.all_reduce import DATA, AllReduce, contribute
+from protocols.allreduce.clustered_plan import ContributePartial, ResolvedClusters
+from protocols.allreduce.parts import DataPhase, ReducedPart
+from protocols.allreduce.plan import ResolvedPlan
+from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.streams.endpoint import RoundAccounting
+from protocols.wire import Contribute, Offer
+
+TRIES = 3  # streams to one relay of a part: each repair of a reducer ends one
+
+
+class _Replaced(PeerSilent):
+    """Another peer is to send the part: this one did nothing wrong."""
+
+
+class ClusteredAllReduce(AllReduce):
+    """As `AllReduce`, with `DataPhase.clusters`. Plan versions of all clusters come by `reassign`."""
+
+    def __init__(
+        self,
+        task: DataPhase,
+        accounting: RoundAccounting,
+        on_change: Callable[[ReducedPart | None], None],
+        method: str = DATA,
+    ) -> None:
+        super().__init__(task, accounting, on_change, method)
+        assert task.clusters
+        self.clusters: ResolvedClusters = task.clusters
+        self._me, self._lead = task.host.me, self.clusters.peers[task.cluster]
+        self._offers = task.resolved.plan.offers
+        self._partials: dict[int, PartialReducer] = {}  # of the parts that this voter reduces
+        self._aggregators: dict[int, Aggregator] = {}
+        self._relays: dict[int, Relay] = {}  # an aggregator's, too
+        self._known: dict[int, ResolvedPlan] = {task.cluster: task.resolved}  # clusters whose offers are checked
+        self._checking = asyncio.Lock()
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Contribute, aggregate and reduce until the deadline, including parts that get another reducer meanwhile."""
+        async with task_group() as group:
+            self._group = group
+            for part in range(len(self.clusters.plan.reducers)):
+                low, high = self.clusters.part(part)
+                if low == high:
+                    self.take(part, self._empty(part))
+                elif self.task.resolved.reducer(part) == self._me:
+                    self._aggregators[part] = aggregator = Aggregator(self.task, part)
+                    group.create_task(self._aggregate(aggregator))
+                    self._begin_relay(part, aggregator.relay)
+                else:
+                    group.create_task(self._exchange(part))
+            while loop_time() < self.task.deadline:
+                clusters = self.clusters
+                for part in range(len(clusters.plan.reducers)):
+                    self._begin_reducer(group, part)
+                self._notifier.notify()
+                await self._notifier.reached(lambda: clusters is not self.clusters, self.task.deadline)  # noqa: B023
+
+    def _empty(self, part: int) -> ReducedPart:
+        held = self.task.part(part)
+        held.seal([])
+        return held
+
+    def reassign(self, clusters: ResolvedClusters) -> None:
+        """Take a later version of the plan, in which parts have other reducers."""
+        if clusters is not self.clusters:
+            silent = max(self.task.silent, loop_time() + self.task.patience_seconds)
+            self.clusters, self.task = clusters, replace(self.task, clusters=clusters, silent=silent)
+            self._notifier.notify()
+
+    def lose(self, peer: PeerId, why: str) -> None:
+        self._lost.setdefault(peer, why)
+        for aggregator in self._aggregators.values():
+            aggregator.lose(peer, why)
+        for reducer in self._partials.values():
+            reducer.lose_aggregator(peer, why)
+        self._notifier.notify()
+
+    def take(self, part: int, held: ReducedPart) -> None:
+        super().take(part, held)
+        self._notifier.notify()
+
+    def discard(self) -> None:
+        super().discard()
+        self._partials.clear()
+        self._aggregators.clear()
+        self._relays.clear()
+
+    # -- as a voter: parts reduced here -------------------------------------------------------------------------------
+
+    def _begin_reducer(self, group: asyncio.TaskGroup, part: int) -> None:
+        """Begin to reduce a part, or cease to, as the latest plan says."""
+        reduces, (low, high) = self.clusters.reducer(part) == self._me, self.clusters.part(part)
+        if low == high or reduces == (part in self._jobs):
+            return
+        self.restarted.add(part)
+        if not reduces:
+            self._jobs.pop(part)[1].cancel()
+            del self._partials[part]
+            if part not in self.parts and part not in self._relays:
+                self._begin_relay(part, Relay(self.task, part))
+            return
+        self.failed.pop(part, None)
+        self._partials[part] = reducer = PartialReducer(self.task, part, self.parts.get(part))
+        for cluster, members in self._known.items():
+            self._introduce(reducer, cluster, members)
+        self._jobs[part] = (self._me, group.create_task(self._average(reducer)))
+
+    def _introduce(self, reducer: PartialReducer, cluster: int, members: ResolvedPlan) -> None:
+        reducer.know(cluster, members)
+        for peer, why in self._lost.items():
+            reducer.lose_aggregator(peer, why)
+
+    async def _average(self, reducer: PartialReducer) -> None:
+        held = await reducer.run()
+        for lead, why in {**reducer.dropped, **reducer.outliers}.items():
+            if sender := reducer.sender(lead):
+                self._accounting.name(sender, why)
+        self.take(reducer.index, held)
+
+    # -- as an aggregator or a relay ----------------------------------------------------------------------------------
+
+    async def _aggregate(self, aggregator: Aggregator) -> None:
+        await aggregator.aggregate()
+        for peer, why in {**aggregator.dropped, **aggregator.outliers}.items():
+            self._accounting.name(peer, why)
+
+    def _begin_relay(self, part: int, relay: Relay) -> None:
+        assert self._group
+        self._relays[part] = relay
+        self._group.create_task(self._relay(part, relay))
+
+    async def _relay(self, part: int, relay: Relay) -> None:
+        """Get the mean of a part from its reducer, and again from the next one if a later plan names another."""
+        first = True
+        while loop_time() < self.task.deadline:
+            reducer = self.clusters.reducer(part)
+            if not first:
+                self.restarted.add(part)
+                relay.task = self.task
+                relay.follow(self.task.part(part), relay.notifier)
+            first = False
+            await self._follow(part, relay, reducer)
+
+            def has_another(reducer: PeerId = reducer) -> bool:
+                return self.clusters.reducer(part) != reducer
+
+            await self._notifier.reached(has_another, self.task.deadline)
+
+    async def _follow(self, part: int, relay: Relay, reducer: PeerId) -> None:
+        """Get the mean from this reducer, on a second stream if the first one breaks off."""
+        if reducer == self._me:
+            return await self._follow_own(part, relay)
+        for again in (False, True):
+            if again:
+                relay.follow(self.task.part(part), relay.notifier)
+                self.restarted.add(part)
+            try:
+                return self.take(part, await self._fetch(part, relay, reducer))
+            except (BadPayload, _Replaced):
+                break
+            except PeerError as error:
+                self._accounting.name(reducer, f"lost as a reducer: {error.why}")
+                if isinstance(error, PeerGone):
+                    self.unreachable.add(reducer)
+                    break
+                if reducer in self._lost:
+                    break
+        self.failed[part] = reducer
+        self._on_change(None)
+
+    async def _follow_own(self, part: int, relay: Relay) -> None:
+        """Pass on what this peer reduces itself, and give it the partials of its cluster."""
+        await self._notifier.reached(lambda: part in self._partials, self.task.deadline)
+        reducer = self._partials[part]
+        relay.follow(reducer.part, reducer.notifier)
+        if aggregator := self._aggregators.get(part):
+            await reducer.take_from(self.task.cluster, aggregator)
+
+    async def _fetch(self, part: int, relay: Relay, reducer: PeerId) -> ReducedPart:
+        aggregator, task = self._aggregators.get(part), self.task
+        opening = ContributePartial(
+            key=task.key,
+            plan=task.resolved.digest,
+            part=part,
+            codec=task.format.codec.name,
+            cluster=task.cluster,
+            offers=self._offers,
+            relays=aggregator is None,
+        )
+        async with AsyncExitStack() as opened:
+            stream = await opened.enter_async_context(self._opened(reducer, task))
+            await opened.enter_async_context(self._accounting.counting(stream))
+            return await run_with_helper(
+                relay.fetch(stream, opening, aggregator), self._until_reassigned(part, reducer)
+            )
+
+    async def _until_reassigned(self, part: int, reducer: PeerId) -> None:
+        def is_over() -> bool:
+            return reducer in self._lost or self.clusters.reducer(part) != reducer
+
+        await self._notifier.reached(is_over, self.task.deadline)
+        if reducer in self._lost:
+            raise PeerSilent(reducer, self._lost[reducer])
+        raise _Replaced(reducer, "another peer reduces the part")
+
+    # -- as a member --------------------------------------------------------------------------------------------------
+
+    async def _exchange(self, part: int) -> None:
+        """Send this member's contribution to the part's aggregator, and get the mean from it or from the next one."""
+        order = clustered_plan.relays(self.task.resolved, self._lead, part)
+        sent = False
+        for peer in order:
+            if part in self.parts and sent:
+                return
+            if peer == self._me or (self._me == self._lead and sent):
+                break
+            if peer not in self._lost and await self._ask(part, peer, sent):
+                return
+            sent = True
+        if part not in self._relays and self.clusters.reducer(part) != self._me:
+            self.failed[part] = order[0]
+            self._on_change(None)
+            self._begin_relay(part, Relay(self.task, part))
+
+    async def _ask(self, part: int, peer: PeerId, again: bool) -> bool:
+        """Get a part from a member of the cluster; whether that succeeds. The first one is sent this contribution."""
+        began = loop_time()
+        for _ in range(TRIES):
+            try:
+                async with self._opened(peer, self.task) as stream, self._accounting.counting(stream):
+                    receiving = contribute(self.task, part, stream, again)
+                    self.take(part, await run_with_helper(receiving, self._until_lost(peer, began)))
+                    return True
+            except (BadPayload, _Replaced):
+                return False
+            except PeerError as error:
+                self._accounting.name(peer, f"lost as an aggregator: {error.why}")
+                if isinstance(error, PeerGone) or peer in self._lost:
+                    return False
+            again = True
+            self.restarted.add(part)
+        return False
+
+    def _overdue(self, began: float) -> Deadline:
+        """When a part that was asked for is overdue: long after other parts came in, which should take as long."""
+        if not self.parts:
+            return self.task.deadline
+        late = max(began, self.finished) + 2 * self.task.resolved.phase_seconds + self.task.patience_seconds
+        return min(self.task.deadline, late)
+
+    async def _until_lost(self, peer: PeerId, began: float) -> None:
+        while peer not in self._lost and loop_time() < self._overdue(began):
+            finished = self.finished
+            await self._notifier.reached(
+                lambda: peer in self._lost or self.finished != finished,  # noqa: B023 - awaited here
+                self._overdue(began),
+            )
+        if peer in self._lost:
+            raise PeerSilent(peer, self._lost[peer])
+        raise _Replaced(peer, "the part is overdue, and another peer is asked for it")
+
+    # -- serving ------------------------------------------------------------------------------------------------------
+
+    async def serve(self, peer: PeerId, stream: Stream, opening: Contribute) -> None:
+        """Serve a member of the cluster: as the part's aggregator, or in place of one that is lost."""
+        part = opening.part
+        if peer not in self.task.resolved.peers or part >= len(self.clusters.plan.reducers):
+            raise BadPayload("not of the cluster, or no part of the plan")
+        self._check_codec(opening.codec)
+        deadline = min(stream.deadline, self.task.deadline)
+        if not await self._notifier.reached(lambda: self._group is not None, deadline):
+            raise PeerSilent(peer, "the data phase ended first")
+        if aggregator := self._aggregators.get(part):
+            return await aggregator.serve(peer, stream)
+        if (held := self.parts.get(part)) and held.done:
+            return await Relay(self.task, part, held).give(stream)
+        if part not in self._relays:
+            self._begin_relay(part, Relay(self.task, part))
+        await self._relays[part].give(stream)
+
+    async def serve_cluster(self, peer: PeerId, stream: Stream, opening: ContributePartial) -> None:
+        """Serve another cluster's aggregator, or a member in place of one that is lost."""
+        if opening.cluster >= len(self.clusters.peers):
+            raise BadPayload(f"cluster {opening.cluster} of {len(self.clusters.peers)}")
+        self._check_codec(opening.codec)
+        members = await self._checked(opening.cluster, opening.offers)
+        if peer not in members.peers:
+            raise BadPayload("not a member of the cluster")
+        deadline = min(stream.deadline, self.task.deadline)
+        if not await self._notifier.reached(lambda: opening.part in self._partials, deadline):
+            raise PeerSilent(peer, f"part {opening.part} is not reduced here")
+        await self._partials[opening.part].serve_cluster(opening.cluster, stream, opening.relays)
+
+    async def _checked(self, cluster: int, offers: Sequence[Offer]) -> ResolvedPlan:
+        """What follows from the offers of a cluster, which are checked once. Raises BadPayload."""
+        async with self._checking:
+            if cluster not in self._known:
+                clusters, signer = self.clusters, self.task.host.signer
+                offered = clusters.plan.clusters[cluster]
+                check = partial(clustered_plan.check_offers, clusters.inputs, offered, offers, signer.verify)
+                await self.task.host.compute.run(check, 0)
+                members = clustered_plan.resolve_cluster(clusters, cluster, offers)
+                self._known[cluster] = members
+                for reducer in self._partials.values():
+                    self._introduce(reducer, cluster, members)
+        return self._known[cluster]
