@@ -2,25 +2,30 @@
 
     python -m benchmarks.placement churn [--seeds 0:20]
     python -m benchmarks.placement calm [--seeds 0:10000]
+    python -m benchmarks.placement large [--seeds 0:3]
 
 churn   32 peers in 4 stages for three hours, rates 1 to 4, mean lives of one and of two hours; another peer comes for
         each that goes. The least capacity of a stage, as a share of that of the best split of the same peers (the
         oracle), which moves them at no cost. `random` makes as many moves as `every 60 s`, at the same times
 calm    nobody comes or goes for 100 rounds: 4 to 40 peers in 2 to 6 uneven stages, from any start. Whether a move left
         a stage with fewer than two replicas, and the round of the last move
+large   512 peers in 16 stages, some of them unequal, for 14 rounds. `whole`: each peer sees all others. `part`: it sees
+        those of its own stage, 8 of each other stage, and what these say of theirs. The least capacity of a stage at
+        the end, as a share of the mean one, and the moves
 
 Nothing is trained here. A peer that moves computes nothing for as long as it is away; one that comes computes at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from protocols.pipeline.balance import KEPT_REPLICAS, PlacedMove, PlacedPeer, Placements, joins, plan_moves
+from protocols.pipeline.balance import KEPT_REPLICAS, PlacedMove, PlacedPeer, Placements, joins, plan_moves, unseen
 from tests.sim.arguments import Parser, seeds
 from tests.support.placements import drawn, moved
 
@@ -28,6 +33,8 @@ STAGES, PEERS, HOURS = 4, 32, 3
 TICK_SECONDS = 10.0
 LIVES_SECONDS, AWAY_SECONDS = (3600.0, 7200.0), (30.0, 120.0)
 CALM_ROUNDS, QUIET_ROUNDS = 100, 70
+LARGE_STAGES, LARGE_ROUNDS, SEEN = 16, 14, 8
+LARGE_SIZES = ([32] * 16, [62, *[30] * 15], [100, *[27] * 14, 34], [4, *[34] * 14, 32])
 POLICIES = {"never": 0.0, "every 300 s": 300.0, "every 60 s": 60.0, "random": 60.0}
 
 
@@ -169,9 +176,58 @@ def calm(numbers: Sequence[int]) -> int:
     return int(emptied + restless > 0)
 
 
+def part(peers: Sequence[PlacedPeer], stage: int, at: int, rng: random.Random) -> Placements:
+    """What a peer of a stage sees in a run of many."""
+    whole = Placements(bytes(32), at, (1.0,) * LARGE_STAGES, peers)
+    seen: list[PlacedPeer] = []
+    for other in range(LARGE_STAGES):
+        team = [each for each in peers if each.stage == other]
+        seen += team if other == stage else rng.sample(team, min(SEEN, len(team)))
+        seen += unseen(other, seen, [whole.team(other)]) if other != stage else []
+    return replace(whole, peers=seen)
+
+
+def large(numbers: Sequence[int]) -> None:
+    """Print where both kinds of views lead to."""
+    print("| peers of each stage | seed | at first | whole: the end | moves | part: the end | moves | in a round |")
+    print("|---" * 8 + "|")
+    for sizes, seed in itertools.product(LARGE_SIZES, numbers):
+        rng = random.Random(f"large/{seed}")
+        first = [PlacedPeer(f"p{stage}/{number}", stage, rng.choice((1.0, 2.0, 3.0, 4.0)))
+                 for stage, size in enumerate(sizes) for number in range(size)]  # fmt: skip
+        cells, counts = [f"{_least(first):.2f}"], [0]
+        for sees_all in (True, False):
+            peers, counts = first, []
+            for at in range(1, LARGE_ROUNDS + 1):
+                moves = _moves(peers, at, None if sees_all else rng)
+                peers = moved(peers, moves, at, (1.0,) * LARGE_STAGES)
+                counts.append(len(moves))
+            cells += [f"{_least(peers):.2f}", str(sum(counts))]
+        print(f"| {sizes[0]}, {sizes[1]}, …, {sizes[-1]} | {seed} | {' | '.join(cells)} | {max(counts)} |", flush=True)
+
+
+def _moves(peers: Sequence[PlacedPeer], at: int, rng: random.Random | None) -> list[PlacedMove]:
+    """All moves of a round; with a source of random numbers by views of parts, in which each stage finds its own."""
+    if rng is None:
+        return list(plan_moves(Placements(bytes(32), at, (1.0,) * LARGE_STAGES, peers)).moves)
+    ids = {each.peer for each in peers}
+    views = [part(peers, stage, at, rng) for stage in range(LARGE_STAGES)]
+    moves = [move for stage, view in enumerate(views) for move in plan_moves(view).moves if move.stage == stage]
+    return [move for move in moves if move.peer in ids]
+
+
+def _least(peers: Sequence[PlacedPeer]) -> float:
+    capacities = [sum(each.rate for each in peers if each.stage == stage) for stage in range(LARGE_STAGES)]
+    return min(capacities) / fmean(capacities)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.placement", description="Who works in which stage of a pipeline.")
-    experiments: dict[str, Callable[[Sequence[int]], int | None]] = {"churn": churn, "calm": calm}
+    experiments: dict[str, Callable[[Sequence[int]], int | None]] = {
+        "churn": churn,
+        "calm": calm,
+        "large": large,
+    }
     parser.add_argument("experiment", choices=tuple(experiments))
     parser.add_argument("--seeds", type=seeds, default=range(20))
     options = parser.parse_args(arguments)

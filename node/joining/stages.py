@@ -186,7 +186,7 @@ class StageAssigner:
         from protocols.pipeline.balance import joins  # only runs with stages load its code
 
         reserved = {peer: stage for peer, (stage, _) in self._reserved.items()}
-        return joins(placements(self._seats, self._membership, self._me.peer, 0, reserved))
+        return joins(placements(self._seats, self._membership, self._me.peer, 0, reserved, whole=True))
 
     def _reply(self, joiner: Member, stage: int) -> StageReply:
         self._purge()
@@ -200,7 +200,7 @@ class StageAssigner:
 
 
 def placements(
-    seats: Seats, membership: Membership, me: PeerId, now: int, reserved: Mapping[PeerId, int]
+    seats: Seats, membership: Membership, me: PeerId, now: int, reserved: Mapping[PeerId, int], whole: bool = False
 ) -> Placements:
     """Who works where, as this peer sees it. An intent to move is believed for `INTENT_SECONDS`.
 
@@ -210,8 +210,9 @@ def placements(
     Args:
         now: training rounds of the run.
         reserved: the stages of peers that may not be live yet.
+        whole: whether peers count, too, of which this one only knows how many they are in their stage.
     """
-    from protocols.pipeline.balance import PlacedPeer, Placements  # only runs with stages load its code
+    from protocols.pipeline.balance import PlacedPeer, Placements, unseen  # only runs with stages load its code
 
     def placed(peer: PeerId, stage: int, said: Heartbeat, moving: int | None) -> PlacedPeer:
         place = said.placement[0] if said.placement else UNPLACED
@@ -231,7 +232,12 @@ def placements(
     if mine is not None:
         goes = pulse.placement[0].moving if pulse.placement else STAYS
         found[me] = placed(me, mine, pulse, None if goes in (STAYS, mine) else goes)
-    return Placements(seats.run, now, seats.costs, tuple(found.values()))
+    peers, contacts = list(found.values()), membership.contacts() if whole else ()
+    for stage in {*range(seats.stages)} - {mine}:
+        teams = [(team.peers, team.rate) for each in contacts if each.live and each.stage == stage
+                 for team in each.said.team]  # fmt: skip
+        peers += unseen(stage, peers, teams)
+    return Placements(seats.run, now, seats.costs, tuple(peers))
 
 
 async def ask_stage(

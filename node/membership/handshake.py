@@ -19,6 +19,7 @@ from node.membership.hello import (
     HelloRejected,
     Placement,
     StageSeat,
+    StageTeam,
     signed_part,
 )
 from node.membership.peer_record import PeerRecord
@@ -48,6 +49,7 @@ class LocalStage:
     rounds: int = 0  # of stage 0: training rounds that have ended at this peer
     rate: float = 0.0  # microbatches/s that this peer can compute; 0 if it is not known yet
     placement: Placement = UNPLACED
+    team: StageTeam | None = None  # if this peer does not watch all others
 
     @property
     def seat(self) -> StageSeat:
@@ -105,11 +107,13 @@ class HandshakeProtocol:
         rounds, rate, placement = (stage.rounds, stage.rate, (stage.placed(),)) if stage else (0, 0.0, ())
         idle = self.activity.value
         seats = stage.seats.shown() if stage else ()
-        return Heartbeat(number, wall, round_number, self.leaving, self.sketch, rounds, rate, idle, placement, seats)
+        team = (stage.team,) if stage and stage.team else ()
+        leaving, sketch = self.leaving, self.sketch
+        return Heartbeat(number, wall, round_number, leaving, sketch, rounds, rate, idle, placement, seats, team)
 
     def _take(self, contact: PeerRecord, pulse: Heartbeat) -> None:
         stages = self._local.stage.seats.stages if self._local.stage else 0
-        if pulse.placement and not stages:
+        if (pulse.placement or pulse.team) and not stages:
             raise BadPayload("speaks of stages in a run without them")
         for placement in pulse.placement:
             if STAYS != placement.moving >= stages or placement.holds >> stages:

@@ -10,10 +10,12 @@ from enum import StrEnum
 
 from protocols.base import MAX_STAGES, Header, Member
 from protocols.wire import (
+    MAX_ROSTER,
     blob,
     canonical_bytes,
     digest,
     flag,
+    last,
     list_of,
     one,
     optional,
@@ -47,6 +49,7 @@ MAX_STATUS_BYTES = 1 << 16
 MAX_SUMMARY_BYTES = 1 << 13
 MAX_WALL_SECONDS = 1e11
 MAX_RATE = 1e9
+MAX_TEAM = 2 * MAX_ROSTER
 MAX_SEATS = 1 << 20
 MAX_ELECTORS = 31
 MAX_ENDORSEMENTS = 20  # more than their majority: not each peer knows all of them
@@ -170,6 +173,14 @@ class ShownSeat:
     digest: bytes = blob(SHOWN_BYTES)  # the first bytes
 
 
+@dataclass(frozen=True, slots=True)
+class StageTeam:
+    """What works in the sender's stage, as it sees it: it watches all of the stage's roster."""
+
+    peers: int = uint(MAX_TEAM)
+    rate: float = real(0, MAX_RATE)  # microbatches/s, of all of them
+
+
 UNPLACED = Placement(False, STAYS, 0, 0, False)
 
 
@@ -187,6 +198,7 @@ class Heartbeat(Header):
     idle: int = uint(2)  # `node.outer.activity.Activity`
     placement: tuple[Placement, ...] = optional(one(Placement), 1)  # empty in a run without stages
     seats: tuple[ShownSeat, ...] = optional(one(ShownSeat), MAX_STAGES)
+    team: tuple[StageTeam, ...] = last(list_of(one(StageTeam), 1), ())  # in a run whose peers do not watch all others
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from node.membership.hello import (
     Hello,
     HelloRejected,
     PeerAddress,
+    StageTeam,
     Welcome,
     sound,
 )
@@ -215,6 +216,11 @@ class Membership:
     def announce_rate(self, rate: float) -> None:
         assert self._local.stage is not None
         self._local.stage.rate = rate
+
+    def announce_team(self, team: StageTeam | None) -> None:
+        """Tell others what works in this peer's stage, from the next heartbeats on."""
+        assert self._local.stage is not None
+        self._local.stage.team = team
 
     def announce_placement(
         self, *, moving: int | None = None, held: Mapping[int, int] | None = None, arrived: int | None = None
@@ -431,6 +437,11 @@ class Membership:
         raise PeerGone(peer, f"it refuses this peer: {refusal.why}")
 
     # -- whom this peer watches, and what it knows of the others ------------------------------------------------------
+
+    @property
+    def watches_all(self) -> bool:
+        """Whether this peer watches all others; in a large run it does not."""
+        return self._choice is None
 
     def _watches(self, contact: PeerRecord) -> bool:
         return self._choice is None or contact.peer in self._choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from node.config.manifest import Manifest
 from node.joining.stages import StageAssigner, placements
 from node.membership.handshake import LocalStage
-from node.membership.hello import UNPLACED, StageSeat
+from node.membership.hello import MAX_RATE, MAX_TEAM, UNPLACED, StageSeat, StageTeam
 from node.membership.membership import Membership
 from node.outer.outer_loop import OuterLoop
 from node.session.peer_session import PeerSession
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from node.session.pipeline_session import PipelineSession
     from node.training.remote_stage import RemoteStage
     from protocols.pipeline.balance import Placements
+
+
+TEAM_SECONDS = 5.0
 
 
 def local_stage(
@@ -95,9 +99,11 @@ class StageParts:
         mover = peer.tracker.mover = self._mover(session, loop)
         backups = peer.tracker.backups = self._backups(mover)
         refill = peer.tracker.refill = self._refill(mover, backups)
-        beside = [mover.run(), backups.run(), refill.run(), self._keep_stage(on_lost)]
+        beside = [mover.run(), backups.run(), refill.run(), self._keep_stage(on_lost), self._tell_team()]
         if rebalance:
-            beside.append(Rebalancer(peer.me.peer, mover, view=self._view, say=peer.view.say).run())
+            beside.append(
+                Rebalancer(peer.me.peer, mover, view=partial(self._view, whole=True), say=peer.view.say).run()
+            )
         return beside
 
     def _mover(self, session: PeerSession, loop: OuterLoop) -> StageMover:
@@ -123,8 +129,15 @@ class StageParts:
         )
         return mover
 
-    def _view(self) -> Placements:
-        return placements(self._entrance.seats, self._membership, self._peer.me.peer, self._chain.trained, {})
+    def _view(self, whole: bool = False) -> Placements:
+        return placements(self._entrance.seats, self._membership, self._peer.me.peer, self._chain.trained, {}, whole)
+
+    async def _tell_team(self) -> None:
+        """In a run whose peers do not watch all others, tell them what works in this peer's stage."""
+        while True:
+            team = None if self._membership.watches_all else self._view().team(self._entrance.seat.stage)
+            self._membership.announce_team(team and StageTeam(min(team[0], MAX_TEAM), min(team[1], MAX_RATE)))
+            await asyncio.sleep(TEAM_SECONDS)
 
     def _clock(self) -> int:
         """Training rounds of the run: those that have ended at the median driver; of this peer's stage without one."""

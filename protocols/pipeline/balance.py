@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, median_low
 
 from protocols.base import PeerId
 
@@ -107,6 +107,16 @@ class Placements:
             found[each.stage] += each.works and each.moving != each.stage
         return found
 
+    def team(self, stage: int) -> tuple[int, float]:
+        """How many peers work in a stage, and their microbatches/s; 0 if no peer's rate is known.
+
+        Those that are about to move count where they go.
+        """
+        team = [each for each in self.peers if each.works and each.place == stage]
+        if not any(each.rate >= LEAST_RATE for each in self.peers):
+            return len(team), 0.0
+        return len(team), sum(self.rate(each, stage) for each in team) * self.usual / GRAIN
+
     def _order(self, *what: object) -> bytes:
         return hashlib.sha256(b"starling move" + self.run + repr(what).encode()).digest()
 
@@ -117,6 +127,18 @@ class Placements:
     def turn(self, peer: PlacedPeer) -> bytes:
         """Of two intents the lower one goes on. It does not depend on the round, in which two views may differ."""
         return self._order(peer.peer, peer.moving)
+
+
+def unseen(stage: int, seen: Sequence[PlacedPeer], teams: Sequence[tuple[int, float]]) -> list[PlacedPeer]:
+    """The peers of a stage that are not seen one by one, all of the mean rate.
+
+    `teams` is what peers of the stage say: how many work in it, and their microbatches/s. The median counts.
+    """
+    if not teams:
+        return []
+    count, rate = median_low(count for count, _ in teams), median_low(rate for _, rate in teams)
+    missing = count - sum(each.works and each.place == stage for each in seen)
+    return [PlacedPeer(f"{stage}/{number}", stage, rate / count) for number in range(missing)]
 
 
 class _Planner:

@@ -21,6 +21,7 @@ from node.membership.hello import (
     StageRejected,
     StageReply,
     StageSeat,
+    StageTeam,
     WantStage,
     WantStageBefore,
 )
@@ -220,6 +221,25 @@ async def test_joiner_is_placed_by_who_works_and_where_they_go() -> None:
     founder.meet("i", 0, 2.0)
     founder.meet("j", 2, 2.0)
     assert await founder.stage("k") == 1, "f has not gone for so long that it counts in stage 1 again"
+
+
+@on_virtual_time
+async def test_joiner_of_a_large_run_is_placed_by_what_peers_say_of_their_stages() -> None:
+    """The founder sees three peers of each stage. One of three may say what it likes."""
+    founder = Peers()
+    for stage, team in ((1, StageTeam(20, 60.0)), (2, StageTeam(40, 30.0))):
+        await founder.stage(f"first of {stage}", stage)
+        for number in range(3):
+            founder.meet(f"{stage}/{number}", stage, 2.0)
+            founder.here[-1].said = replace(founder.here[-1].said, team=(team,))
+    for number in range(32):
+        founder.meet(f"0/{number}", 0, 2.0)
+    founder.has_begun = True
+    await asyncio.sleep(70.0)
+    assert await founder.stage("a") == 2, "40 peers there compute less than 20 of stage 1"
+    await asyncio.sleep(70.0)
+    founder.here[3].said = replace(founder.here[3].said, team=(StageTeam(64, 1e9),))
+    assert await founder.stage("b") == 2
 
 
 def signer(name: str) -> Seats:

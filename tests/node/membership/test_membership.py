@@ -21,6 +21,7 @@ from node.membership.hello import (
     Hello,
     HelloRejected,
     PeerAddress,
+    StageTeam,
     Welcome,
 )
 from node.membership.peer_record import MAX_FAILURES
@@ -166,10 +167,12 @@ async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) 
     a.announce_rounds(7)
     a.announce_rounds(5)
     b.announce_rate(12.5)
+    b.announce_team(StageTeam(20, 50.0))
     b.announce_placement(moving=1, arrived=6)
     await until(lambda: b.rounds_of("a") == c.rounds_of("a") == 7, 0.2)
     await until(lambda: swarm.contacts("a")["b"].said.rate == 12.5, 2.0)
     assert a.rounds_of("a") == 7 and b.rounds_of("nobody") == 0
+    assert swarm.contacts("a")["b"].said.team == (StageTeam(20, 50.0),) and not swarm.contacts("a")["c"].said.team
     said, since = swarm.contacts("a")["b"], swarm.contacts("a")["b"].moving_since
     assert (said.moving, said.placement.arrived) == (1, 6)
     await asyncio.sleep(2.0)
