@@ -4,9 +4,10 @@
 
 Each row is a model and a link, each column a way to train: whole, whole with overlap, 2, 4 and 8 stages. A cell plays
 the protocol in virtual time, through `tests.sim`, rounds included: computing takes what the model's blocks take on this
-machine, measured at the start, and bytes take their time on the links. To be played at all, payloads, vectors and
-uplinks are scaled down by one factor, so that they take as long. A cell has the simulated thousands of tokens/s, in
-brackets the planned ones. The last column says how much slower than the fastest the way is that `plan` takes.
+machine, measured at the start, and bytes take their time on the links. Drivers choose star or chain as in a run. To be
+played at all, payloads, vectors and uplinks are scaled down by one factor, so that they take as long. A cell has the
+simulated thousands of tokens/s, in brackets the planned ones, and `c` where the plan is a chain. The last column: how
+much slower than the fastest the way is that `plan` takes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from node.training.stage_learner import StageCompute
 from protocols.base import Member
 from protocols.pipeline.job import JobResult, StageJob, StageSizes
 from protocols.pipeline.settings import PipelineSettings
+from protocols.pipeline.ways import Chains
 from tests.sim import loop as simloop
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.faults import Faults
@@ -49,6 +51,7 @@ class Cell:
     way: str
     planned: float  # tokens/s
     simulated: float
+    is_chain: bool  # planned
 
 
 class PaddedStage(PacedStage):
@@ -89,6 +92,10 @@ class Staged(PipelineWorld):
 
     def pipeline(self) -> PipelineSettings:
         return replace(super().pipeline(), sizes=self._sizes)
+
+    @property
+    def chains(self) -> Chains:
+        return Chains.AUTO
 
 
 def whole(work: Workload, machine: Machine, peers: int, scale: float, overlaps: bool) -> float:
@@ -175,14 +182,14 @@ def row(model: MeasuredModel, width: int, megabits: int, peers: int) -> list[Cel
         each for each in outlooks(model, PlannedSwarm((machine,) * peers, LATENCY_SECONDS)) if each.tokens_per_second
     ]
     cells = [
-        Cell(width, megabits, each.way, each.tokens_per_second, simulated(model, each, machine, peers))
+        Cell(width, megabits, each.way, each.tokens_per_second, simulated(model, each, machine, peers), each.is_chain)
         for each in found
     ]
     taken = best(found)
     assert taken
     most = max(cells, key=lambda each: each.simulated)
     slower = 1 - next(each.simulated for each in cells if each.way == taken.way) / most.simulated
-    shown = " | ".join(f"{each.simulated / 1e3:.3g} ({each.planned / 1e3:.3g})" for each in cells)
+    shown = " | ".join(f"{each.simulated / 1e3:.3g} ({each.planned / 1e3:.3g}{' c' * each.is_chain})" for each in cells)
     print(f"| {width} | {megabits} Mbit/s | {shown} | {taken.way}, {slower:.0%} |", flush=True)
     return cells
 

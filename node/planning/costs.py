@@ -5,6 +5,7 @@ It is checked against measured runs by `benchmarks.planning`. Rates are microbat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -12,6 +13,9 @@ from statistics import fmean
 from node.planning.machines import Machine, PlannedSwarm
 from node.tasks.partition import BlockCost, Partition, cut
 from protocols.allreduce.plan import expected_seconds, shares
+from protocols.pipeline.job import StageSizes
+from protocols.pipeline.settings import PipelineSettings
+from protocols.pipeline.ways import Chains, Load, chosen_way
 from protocols.wire import MAX_ROSTER
 
 BYTES_PER_PARAMETER = 32
@@ -24,8 +28,8 @@ SHIFT_SECONDS = 0.1
 """For which training stops in a round that overlaps with it."""
 MICROBATCH_SECONDS = 0.005
 """Of a stage's machine for each microbatch, beyond computing it: messages, copies, commands to the worker."""
-FULLEST_PIPELINE, WIRE_FACTOR, MOST_FITTED = 0.95, 0.6, 4
-"""Of `_fullness`; more replicas than these were not measured."""
+FULLEST_PIPELINE = 0.95
+"""Of a pipeline's capacity, that it uses at most."""
 HEADROOM = 0.9
 """Share of a machine's memory that a plan fills at most."""
 
@@ -60,6 +64,7 @@ class Pipeline:
         batches: B, microbatches of an inner step.
         tokens: of a microbatch.
         lookahead: A.
+        is_chain: whether stages pass their payloads on to each other, instead of through the driver.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -69,6 +74,7 @@ class Pipeline:
     gradient_bytes: int
     target_bytes: int
     lookahead: int = 0
+    is_chain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class Outlook:
         idle_peers: that hold nothing: their memory is too small, or there are too many.
         overlaps: whether peers train on while a round averages.
         peers: of each stage.
+        is_chain: whether the drivers are expected to choose a chain.
     """
 
     way: str
@@ -96,6 +103,7 @@ class Outlook:
     idle_peers: int = 0
     overlaps: bool = False
     peers: tuple[int, ...] = ()
+    is_chain: bool = False
 
 
 def whole_model(work: Workload, machines: PlannedSwarm, overlaps: bool) -> Outlook:
@@ -133,19 +141,34 @@ def whole_model(work: Workload, machines: PlannedSwarm, overlaps: bool) -> Outlo
 
 
 def pipeline(work: Workload, cut_up: Pipeline, stages: int, machines: PlannedSwarm) -> Outlook:
-    """Each peer holds one of `stages` stages; stages average by butterfly."""
+    """Each peer holds one of `stages` stages; stages average by butterfly.
+
+    In a chain if the drivers would choose one by what they measure in a star.
+    """
+    star, load = _outlook(work, cut_up, stages, machines)
+    sizes = StageSizes(cut_up.activation_bytes, cut_up.gradient_bytes, cut_up.target_bytes)
+    settings = PipelineSettings(bytes(32), stages, cut_up.batches, sizes, cut_up.lookahead)
+    if not chosen_way(settings, Chains.AUTO, load).is_chain:
+        return star
+    return _outlook(work, replace(cut_up, is_chain=True), stages, machines)[0]
+
+
+def _outlook(work: Workload, cut_up: Pipeline, stages: int, machines: PlannedSwarm) -> tuple[Outlook, Load]:
+    """And what a driver measures."""
     way = f"{stages} stages"
     if stages > len(cut_up.blocks):
-        return Outlook(way, stages, 0.0, f"the model has {len(cut_up.blocks)} blocks to cut")
+        return Outlook(way, stages, 0.0, f"the model has {len(cut_up.blocks)} blocks to cut"), Load()
     partition = cut(cut_up.blocks, stages)
     held = [_stage_memory(partition, stage, cut_up) for stage in range(stages)]
-    teams = _teams(partition, cut_up, machines.peers, held)
+    teams = _teams(partition, machines.peers, held)
     placed = sum(map(len, teams))
     idle_peers = len(machines.peers) - placed
-    outlook = Outlook(way, stages, 0.0, "", max(held), idle_peers=idle_peers, peers=tuple(map(len, teams)))
+    outlook = Outlook(
+        way, stages, 0.0, "", max(held), idle_peers=idle_peers, peers=tuple(map(len, teams)), is_chain=cut_up.is_chain
+    )
     if not all(teams):
         few = len(machines.peers) < stages
-        return replace(outlook, limit="fewer peers than stages" if few else "too few machines have the memory")
+        return replace(outlook, limit="fewer peers than stages" if few else "too few machines have the memory"), Load()
     rates = [sum(_rate(partition, stage, cut_up, peer) for peer in team) for stage, team in enumerate(teams)]
     narrowest = min(range(stages), key=lambda stage: rates[stage])
     full = _fullness(partition, cut_up, teams, rates[narrowest], machines.latency_seconds)
@@ -158,12 +181,19 @@ def pipeline(work: Workload, cut_up: Pipeline, stages: int, machines: PlannedSwa
     pause_seconds = average_seconds + ROUND_SECONDS if max(map(len, teams)) > 1 else 0.0
     busy = train_seconds / (train_seconds + pause_seconds)
     sent, _ = _traffic(cut_up, 0, stages)
-    return replace(
+    load = Load(
+        rate / len(teams[0]),
+        fmean(each.upload for each in teams[0]),
+        machines.latency_seconds,
+        stages * _seconds(partition, 0) / fmean(each.speed for each in teams[0]),
+    )
+    found = replace(
         outlook,
         tokens_per_second=busy * rate * cut_up.tokens,
         limit=_limit(partition, cut_up, narrowest, teams[narrowest], full, busy),
         upload_bytes_per_token=sent / cut_up.tokens,
     )
+    return found, load
 
 
 def _limit(
@@ -185,25 +215,35 @@ def _fullness(
 ) -> float:
     """The share of the narrowest stage's capacity that is used: the rest is lost while steps fill and drain.
 
-    A driver's step takes (B - 1) / r for its microbatches, and a wait for one on its way through all stages. Its part
-    at the replicas grows with the number of stages, its part on the wire with that of replicas to choose from: a fit
-    to `benchmarks.pipeline` (2 to 6 stages, B from 8 to 32, trips from a tenth of a microbatch to a whole one).
+    A driver's step takes B / r for its microbatches, and a part of the way of one through all stages. Where that way is
+    long it takes a multiple of the way: at each stage a microbatch waits for those that other drivers have under way.
+    A fit to simulated swarms, in RESULTS: 2 to 8 stages of 1 to 4 replicas, B from 8 to 32, A = 0 and 8.
     """
-    stages, interval = partition.stages, len(teams[0]) / rate
+    stages, batches, ahead = partition.stages, cut_up.batches, cut_up.lookahead
+    busy_seconds = batches * len(teams[0]) / rate
     computing = sum(_seconds(partition, stage) / fmean(p.speed for p in team) for stage, team in enumerate(teams))
-    wire = (4 * (stages - 2) + 2) * latency_seconds
+    trips_seconds = _trips(cut_up, stages) * latency_seconds
+    way_seconds = computing + trips_seconds
     for stage, team in enumerate(teams):
         sent, received = _traffic(cut_up, stage, stages)
-        wire += sent / fmean(each.upload for each in team) + received / fmean(each.download for each in team)
-    replicas = min(MOST_FITTED, sum(map(len, teams)) / stages)
-    wait = ((stages - 1) / 2 * computing + WIRE_FACTOR * replicas * wire) / (1 + cut_up.lookahead / 2)
-    return min(FULLEST_PIPELINE, cut_up.batches * interval / (wait + (cut_up.batches - 1) * interval))
+        way_seconds += sent / fmean(each.upload for each in team) + received / fmean(each.download for each in team)
+    if sum(map(len, teams)) == stages:  # one driver, and nothing to wait for
+        drained_seconds, waits = (1 - 1 / stages) * computing + trips_seconds, 1.15
+    else:
+        drained_seconds = (0.4 * stages - 0.6) * way_seconds
+        waits = max(1.15, 1.4 + 0.22 * stages + math.log2(batches / 8) * (0.14 * stages - 0.35))
+    drained_seconds, waits = drained_seconds / (1 + 0.8 * ahead), waits / (1 + 1.8 * ahead / batches)
+    step_seconds = max(busy_seconds + drained_seconds, waits * way_seconds + busy_seconds / 3)
+    return min(FULLEST_PIPELINE, busy_seconds / step_seconds)
 
 
-def _teams(
-    partition: Partition, cut_up: Pipeline, peers: Sequence[Machine], held: Sequence[float]
-) -> list[list[Machine]]:
-    """Peers of each stage, so that the least rate of a stage is large: the fastest first, each where least is."""
+def _trips(cut_up: Pipeline, stages: int) -> float:
+    """One-way trips of a microbatch. In a star each stage is asked for a place before it gets the input."""
+    return 3.5 * stages - 3 if cut_up.is_chain else 6 * stages - 8
+
+
+def _teams(partition: Partition, peers: Sequence[Machine], held: Sequence[float]) -> list[list[Machine]]:
+    """Peers of each stage, as joiners are placed: by what they compute, the fastest first, each where least is."""
     stages = partition.stages
     teams: list[list[Machine]] = [[] for _ in range(stages)]
     rates = [0.0] * stages
@@ -212,7 +252,7 @@ def _teams(
         if open_stages:
             stage = min(open_stages, key=lambda k: rates[k])
             teams[stage].append(peer)
-            rates[stage] += _rate(partition, stage, cut_up, peer)
+            rates[stage] += peer.speed / _seconds(partition, stage)
     return teams
 
 
@@ -233,6 +273,8 @@ def stage_seconds(partition: Partition, stage: int) -> float:
 def _traffic(cut_up: Pipeline, stage: int, stages: int) -> tuple[float, float]:
     """Bytes that a peer of a stage sends and receives for a microbatch."""
     x, gradient, targets = cut_up.activation_bytes, cut_up.gradient_bytes, cut_up.target_bytes
+    if stage == 0 and cut_up.is_chain:
+        return x + targets, gradient
     if stage == 0:
         return (stages - 1) * x + (stages - 2) * gradient + targets, (stages - 2) * x + (stages - 1) * gradient
     if stage == stages - 1:

@@ -115,12 +115,13 @@ def table(found: Sequence[Outlook]) -> str:
     """One line for each way."""
     lines = [f"{'way':22} {'tokens/s':>10} {'peers':>9} {'memory':>9} {'sent a token':>13}  limited by"]
     for each in found:
+        way = f"{each.way}, chain" if each.is_chain else each.way
         if not each.tokens_per_second:
-            lines.append(f"{each.way:22} {'–':>10} {'':>9} {'':>9} {'':>13}  {each.limit}")
+            lines.append(f"{way:22} {'–':>10} {'':>9} {'':>9} {'':>13}  {each.limit}")
             continue
         peers = "+".join(map(str, each.peers)) if len(each.peers) <= 4 else str(sum(each.peers))
         sent = f"{each.upload_bytes_per_token:,.0f} B"
         numbers = f"{each.tokens_per_second:10,.0f} {peers:>9} {f'{each.memory_bytes / 1e9:.2f} GB':>9} {sent:>13}"
         idle = f"; {each.idle_peers} peers hold nothing" if each.idle_peers else ""
-        lines.append(f"{each.way:22} {numbers}  {each.limit}{idle}")
+        lines.append(f"{way:22} {numbers}  {each.limit}{idle}")
     return "\n".join(lines)

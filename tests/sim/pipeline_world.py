@@ -125,6 +125,10 @@ class PipelineWorld(World):
     def chains(self) -> Chains:
         return Chains.ALWAYS if self.scenario.chains else Chains.NEVER
 
+    def upload(self, index: int) -> float:
+        """Bytes/s of a peer's line, as it knows them; 0 if it does not."""
+        return self.scenario.uplinks[index] if self.scenario.uplinks else 0.0
+
     def check_payload(self, data: Buffer, payload: Payload) -> None:
         """Nothing: the hashes of the paced task are always finite."""
 
@@ -164,6 +168,8 @@ class PipelineWorld(World):
                 directory=directory,
                 check=lambda data, payload: self.check_payload(data, payload),
                 chains=self.chains,
+                upload=lambda: self.upload(index),
+                job_seconds=lambda: work.usual_seconds,
                 watch=self.watch,
             )
             self.drivers[me.peer] = driver

@@ -16,6 +16,7 @@ from node.planning.costs import HEADROOM, Outlook, Pipeline, Workload, pipeline,
 from node.planning.machines import MOST_PEERS, Machine, PlannedSwarm
 from node.planning.outlook import best
 from node.tasks.partition import BlockCost
+from protocols.pipeline.ways import Way
 
 MEGABIT = 1e6 / 8
 
@@ -55,6 +56,27 @@ def test_pipelines_fill_as_measured(monkeypatch: pytest.MonkeyPatch, lookahead: 
             found = pipeline(work(inner_steps=1_000_000), cut_up, stages, equal(2 * stages))
             assert found.peers == (2,) * stages
             assert found.tokens_per_second / (128 * 2 / 0.5) == pytest.approx(share, abs=0.1), (stages, batches)
+
+
+CHAINS = {0: (4.83, 7.37), 8: (7.22, 12.22)}
+"""Lookahead -> microbatches/s in a star and in a chain: `benchmarks.pipeline chains`."""
+
+
+@pytest.mark.parametrize("lookahead", CHAINS)
+def test_chains_are_as_fast_as_simulated(monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
+    """RESULTS, "Chains": two replicas in each of four stages, .1 s a microbatch, 20 Mbit/s, trips of 50 ms."""
+    monkeypatch.setattr(costs, "MICROBATCH_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "ROUND_SECONDS", 0.0)
+    payload = 2 * 128 * 512
+    cut_up = Pipeline((BlockCost("block", 0.04, 0.1, 4),) * 4, 16, 1, payload, payload, 128, lookahead)
+    machines = equal(8, upload=20 * MEGABIT, download=20 * MEGABIT)
+    chain = pipeline(work(), cut_up, 4, machines)
+    monkeypatch.setattr(costs, "chosen_way", lambda *arguments: Way(False, ""))
+    star = pipeline(work(), cut_up, 4, machines)
+    assert (star.tokens_per_second, chain.tokens_per_second) == pytest.approx(CHAINS[lookahead], rel=0.15)
+    assert chain.is_chain and not star.is_chain
+    assert star.upload_bytes_per_token == pytest.approx(5 * payload, rel=0.01)
+    assert chain.upload_bytes_per_token == pytest.approx(payload, rel=0.01)
 
 
 def test_better_machines_are_never_slower() -> None:
