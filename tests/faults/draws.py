@@ -138,6 +138,22 @@ def lasting(act: str, amount: float, everybody: bool = False, seconds: float = 1
     return draw
 
 
+def private(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    """A member that was killed learns of a removal when it comes back. The founder removes; a newcomer has a ticket."""
+    founder, *others = names
+    killed, removed = rng.sample(others, 2)
+    return [
+        moment(rng),
+        Step("intrude", ("stranger",)),
+        Step("kill", (killed,), role="peer"),
+        Step("revoke", (removed,), role=founder),
+        Step("settle"),
+        Step("restart", (killed,)),
+        Step("join", ("newcomer",)),
+        Step("settle"),
+    ]
+
+
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from node.membership.pass_exchange import PRIVATE
 from tests.faults.event_log import DEATH_SECONDS, EventLog
 from tests.faults.goodput import MEANS
 from tests.faults.liar_control import LiarControl
@@ -289,6 +290,24 @@ class Nemesis(EventLog):
             last = self._swarm[name].last()
             handed_in = last.get("time", 0) > asked and last["outcome"] in MEANS and (last["weight"] or 0) > 0
             self.measure("contributions_lost", 0.0 if handed_in else 1.0)
+
+    def _intrude(self, targets: tuple[str, ...], step: Step) -> None:
+        via = self.running()[-1]
+        self.awaits(f"{via.name} says where it is", via.meet)
+        for name in targets:
+            self.began(name)
+            self._swarm.peer(name).start("--bootstrap", via.address)
+            self.tell(f"a stranger, through {via.name}", (name,), "start")
+            self.over(name, 2, self._patience * SETTLE_SECONDS)
+            assert PRIVATE in self._swarm[name].said(), "it was not told that the run is private"
+
+    def _revoke(self, targets: tuple[str, ...], step: Step) -> None:
+        for name in targets:
+            began = time.time()
+            self._swarm[step.role].command("revoke", self._swarm[name].id)
+            self.tell(f"removed by {step.role}", (name,), "fault")
+            self.over(name, 2, self._patience * LEAVE_SECONDS)
+            self.measure("removed_seconds", time.time() - began)
 
     def leave(self, name: str) -> None:
         self.awaits(f"{name} is asked to finish", lambda: self._swarm[name].ask("finish").get("ok"), LEAVE_SECONDS)

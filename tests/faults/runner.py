@@ -26,7 +26,7 @@ from tests.faults.steps import Step, left
 from tests.faults.tracing import Watch
 from tests.faults.wire import ACTS as PROXIED
 from tests.faults.wire import Proxied
-from tests.support.real_swarm import IndependentSwarm, RealPeer, RealSwarm, StagedSwarm, paced, wait
+from tests.support.real_swarm import IndependentSwarm, PrivateSwarm, RealPeer, RealSwarm, StagedSwarm, paced, wait
 
 CALM_ROUNDS = 5
 PEERS_OF_A_STAGE = 2
@@ -70,11 +70,12 @@ class Options:
     task: str = "paced"
     patience: float = 1.0
     stages: int = 1
+    private: bool = False
 
     def beside(self, scenario: Scenario) -> Options:
-        """These options with the stages of a scenario, and two peers for each at least."""
+        """These options with the stages of a scenario, and two peers for each at least; private if it is."""
         if scenario.stages == 1:
-            return self
+            return replace(self, private=scenario.private)
         return replace(self, stages=scenario.stages, peers=max(self.peers, PEERS_OF_A_STAGE * scenario.stages))
 
     @property
@@ -171,6 +172,8 @@ def _sampling(peers: Callable[[], Sequence[RealPeer]]) -> Iterator[dict[str, lis
 def _swarm(home: Path, options: Options, prepare: Callable[[RealPeer], None]) -> RealSwarm:
     if options.stages > 1:
         return StagedSwarm(home, options.run, prepare, options.names, options.stages)
+    if options.private:
+        return PrivateSwarm(home, options.run, prepare)
     return (IndependentSwarm if options.loose else RealSwarm)(home, options.run, prepare)
 
 
@@ -182,6 +185,8 @@ def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: 
         raise Unplayable(f"{what}; take more peers, or another scenario")
     if options.loose and options.stages > 1:
         raise Unplayable(f"{name} needs stages, which average by butterfly, not by {options.protocol}")
+    if options.private and options.loose:
+        raise Unplayable(f"{name} is played by butterfly, not by {options.protocol}")
     if options.task in ("keep", "stream") and (options.loose or options.stages > 1):
         raise Unplayable(f"--task {options.task} is for butterfly, without stages")
     why = why_not()

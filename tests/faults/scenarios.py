@@ -32,6 +32,7 @@ class Scenario:
     limits: Limits = field(default_factory=Limits)
     network: bool = False
     stages: int = 1
+    private: bool = False
 
     def schedule(self, name: str, seed: int, names: Sequence[str]) -> list[Step]:
         return self.draw(random.Random(f"{name}/{seed}"), seed, names)
@@ -160,6 +161,12 @@ SCENARIOS: Mapping[str, Scenario] = {
         draws.stages(STAGES),
         Limits(aims=STAGE_AIMS, forks=True),
         stages=STAGES,
+    ),
+    "private": Scenario(
+        "of a private run, one member is killed, and another one is removed meanwhile; a stranger is refused",
+        draws.private,
+        Limits(aims={"removed_seconds": 10, "recovery_seconds": 30}, forks=True),
+        private=True,
     ),
     "overlap": Scenario(
         "a lasting fault (a cut, loss, a slow line, a straggler), and a kill or a stop meanwhile",

@@ -30,6 +30,8 @@ class Step:
     restart         start killed peers again, with their directories and the address of one running peer
     back            after all peers were killed: start them again with only their directories
     finish          ask peers to leave, one after the other
+    intrude         start new peers with an address, but no ticket, of a private run, which refuses them
+    revoke          the peer `role` removes `targets` from its private run; waits until they have left
     fill            the small disk of `targets` fills up
     flip, truncate  one bit of the newest checkpoint of `targets` flips, or it is cut short; `amount` is the seed
     named           waits until `targets` have logged that their checkpoint is damaged
@@ -62,7 +64,7 @@ def left(schedule: Sequence[Step], names: Sequence[str]) -> int:
     """The number of running peers after the whole schedule."""
     here, struck = set(names), 0
     for step in schedule:
-        if step.act in ("finish", "resigned") or (step.act == "kill" and step.role == "peer"):
+        if step.act in ("finish", "resigned", "revoke") or (step.act == "kill" and step.role == "peer"):
             here -= set(step.targets)
         elif step.act == "trap":
             struck += 1

@@ -7,6 +7,7 @@ process of a peer has a mark in its environment, which its children inherit, so 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -270,13 +271,17 @@ class RealSwarm:
 
     def join(self, *names: str, via: RealPeer, seconds: float = START_SECONDS) -> list[RealPeer]:
         """Start peers at the same time with one address to join at, and wait until they are in the run."""
-        joining = [self.peer(name).start("--bootstrap", via.address, *self.arguments(name)) for name in names]
+        joining = [self.peer(name).start(*self.way_in(name, via), *self.arguments(name)) for name in names]
         for peer in joining:
             _in_the_run(peer, f"{peer.name} gets into the run", seconds)
         return joining
 
     def arguments(self, name: str) -> tuple[str, ...]:
         return ()
+
+    def way_in(self, name: str, via: RealPeer) -> tuple[str, ...]:
+        """The arguments by which a peer finds the run of another one."""
+        return ("--bootstrap", via.address)
 
     def four(self, seconds: float) -> list[RealPeer]:
         """Four running peers in one mean. Peers that have ended are started again as needed."""
@@ -343,6 +348,20 @@ class IndependentSwarm(RealSwarm):
         wanted = list(peers)
         reports = (report for peer in wanted for report in peer.reports())
         return checkers_loose.mixed(reports, [peer.id for peer in wanted], since)
+
+
+class PrivateSwarm(RealSwarm):
+    """`RealSwarm` of a private run: peers join by tickets of the peer that they join through, which lie in files."""
+
+    def found(self, name: str, *arguments: str, seconds: float = START_SECONDS) -> RealPeer:
+        return super().found(name, "--private", *arguments, seconds=seconds)
+
+    def way_in(self, name: str, via: RealPeer) -> tuple[str, ...]:
+        if (self[name].directory / "pass.bin").exists():
+            return super().way_in(name, via)
+        ticket = self.home / f"{name}.ticket"
+        ticket.write_text(json.loads(via.command("invite", "--json"))["ticket"])
+        return ("--ticket-file", str(ticket))
 
 
 class StagedSwarm(RealSwarm):

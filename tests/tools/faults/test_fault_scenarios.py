@@ -36,7 +36,7 @@ def test_schedule_is_seeded_and_every_step_can_be_played(name: str) -> None:
     joined = set(NAMES)
     for step in itertools.chain(*schedules):
         assert hasattr(Nemesis, f"_{step.act}") or any(hasattr(hand, step.act) for hand in HANDS)
-        joined |= set(step.targets) if step.act == "join" else set()
+        joined |= set(step.targets) if step.act in ("join", "intrude") else set()
         assert set(step.targets) <= joined | {STRUCK}
         assert SCENARIOS[name].network or step.act not in ON_THE_NETWORK
         assert name == "everyone" or step.act != "kill" or len(set(step.targets)) < len(NAMES), "a peer is left"
@@ -80,7 +80,8 @@ def test_scenario_that_leaves_one_peer_is_refused(capsys: pytest.CaptureFixture[
 @pytest.mark.real
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "name, seed", long(("kill", POINTS["butterfly"].index("send Reduced")), ("partition", 1), ("liar", 1))
+    "name, seed",
+    long(("kill", POINTS["butterfly"].index("send Reduced")), ("partition", 1), ("liar", 1), ("private", 1)),
 )
 def test_real_peers_pass_scenarios(name: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if SCENARIOS[name].network and (why := why_not()):
