@@ -43,11 +43,9 @@ class StreamTraffic:
         for each in joined(data):
             view, start = memoryview(each).cast("B"), 0
             while start < len(view):
-                piece = view[
-                    start : start + (most_bytes if self._upload.rate is None else min(most_bytes, PIECE_BYTES))
-                ]
-                start += len(piece)
-                yield piece
+                most = most_bytes if self._upload.rate is None else min(most_bytes, PIECE_BYTES)
+                yield view[start : start + most]
+                start += most
 
     @property
     def download_piece(self) -> int:

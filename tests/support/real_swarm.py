@@ -26,7 +26,7 @@ import psutil
 from node.ui.control import ControlUnavailable, ask
 from tests.support import independent_checkers as checkers_loose
 from tests.support import stage_checkers, warm
-from tests.support.checkers import DECIDED, Report, Violation, check
+from tests.support.checkers import DECIDED, Report, Violation, began, check
 from tests.support.history import History, one_mean
 from tests.support.paths import REPOSITORY
 from tests.support.warm import MARK, WarmProcess, server
@@ -208,6 +208,10 @@ class RealPeer:
     def reports(self) -> list[Report]:
         return self._history.reports()
 
+    def since(self, wall: float) -> list[Report]:
+        """The reports of rounds that it began after that wall time."""
+        return [each for each in self.reports() if began(each) > wall]
+
     def last(self) -> Report:
         return (self.reports() or [{"round": -1, "peers": (), "outcome": ""}])[-1]
 
@@ -315,6 +319,13 @@ def _in_the_run(peer: RealPeer, what: str, seconds: float) -> None:
     """Wait until others can dial the peer; fails at once if it ends."""
     wait(what, lambda: not peer.running or peer.meet(), seconds)
     assert peer.running, f"{what}: ended with {peer.code}: {(peer.said().splitlines() or [''])[-1]}"
+
+
+def whole_rounds(peers: Sequence[RealPeer], count: int, round_seconds: float) -> list[list[Report]]:
+    """The next rounds of each peer that it has not begun yet."""
+    now = time.time()
+    wait(f"{count} rounds", lambda: all(len(each.since(now)) >= count for each in peers), count * round_seconds)
+    return [each.since(now)[:count] for each in peers]
 
 
 def deciding(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.checkers import Report
-from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait, whole_rounds
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(180)]
 
@@ -23,23 +23,9 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
         yield swarm
 
 
-def since(peer: RealPeer, wall: float) -> list[Report]:
-    """The reports of rounds that a peer began after that wall time."""
-    return [
-        r for r in peer.reports() if r["time"] - r["seconds_train"] - r["seconds_wait"] - r["seconds_average"] > wall
-    ]
-
-
 def counts(peer: RealPeer, report: Report) -> bool:
     """Whether a round's mean has work of a peer."""
     return bool(report["contributions"].get(peer.id, ("", 0, 0))[1])
-
-
-def rounds(peers: list[RealPeer], count: int) -> list[list[Report]]:
-    """The next whole rounds of each peer."""
-    now = time.time()
-    wait(f"{count} rounds", lambda: all(len(since(peer, now)) >= count for peer in peers), count * ROUND_SECONDS)
-    return [since(peer, now)[:count] for peer in peers]
 
 
 def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
@@ -48,7 +34,7 @@ def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
     worker = one.child("worker")
     assert worker and "paused since" in one.command("pause", "--for", "5m")
     assert json.loads(one.command("status", "--json"))["state"] == "paused"
-    for (report,) in rounds(others, 1):
+    for (report,) in whole_rounds(others, 1, ROUND_SECONDS):
         assert report["outcome"] == "committed" and not counts(one, report)
         assert report["tokens"] >= STEPS * STEP_TOKENS, "a round was called early"
     wait("it has the others' mean", lambda: one.last()["round"] >= report["round"], ROUND_SECONDS)
@@ -56,8 +42,8 @@ def test_rest_of_one_costs_the_others_nothing(swarm: RealSwarm) -> None:
     assert one.child("worker") == worker, "a resting worker was replaced"
     assert "works again" in one.command("resume")
     last, back = others[-1], time.time()  # rounds go by while the command starts
-    counted = wait("it counts again", lambda: [r for r in since(last, back) if counts(one, r)], 3 * ROUND_SECONDS)
-    assert counted[0]["round"] <= since(last, back)[0]["round"] + 1
+    counted = wait("it counts again", lambda: [r for r in last.since(back) if counts(one, r)], 3 * ROUND_SECONDS)
+    assert counted[0]["round"] <= last.since(back)[0]["round"] + 1
     swarm.check()
 
 
@@ -67,7 +53,7 @@ def test_one_trains_on_while_three_pause(swarm: RealSwarm) -> None:
     *three, last = four
     for peer in three:
         peer.command("pause", "--for", "5m")
-    (reports,) = rounds([last], 2)
+    (reports,) = whole_rounds([last], 2, ROUND_SECONDS)
     assert {each["outcome"] for each in reports} <= {"committed", "alone"}
     assert not any(counts(peer, report) for peer in three for report in reports)
     assert all(each["tokens"] >= STEPS * STEP_TOKENS for each in reports), "a round was called early"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkers import Report, began
-from tests.support.real_swarm import RealPeer, RealSwarm, deciding, deciding_one_round, paced, wait
+from tests.support.checkers import Report
+from tests.support.real_swarm import RealPeer, RealSwarm, deciding, deciding_one_round, paced, wait, whole_rounds
 
 pytestmark = pytest.mark.real
 
@@ -173,17 +173,6 @@ def interrupt(peer: RealPeer) -> None:
     peer.strike(number=signal.SIGINT)
 
 
-def whole_rounds(peers: list[RealPeer], count: int) -> list[list[Report]]:
-    """The next rounds of each peer that it has not begun yet."""
-    now = time.time()
-
-    def later() -> list[list[Report]]:
-        return [[each for each in peer.reports() if began(each) > now] for peer in peers]
-
-    wait(f"{count} rounds", lambda: all(len(each) >= count for each in later()), count * ROUND_SECONDS)
-    return [each[:count] for each in later()]
-
-
 def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
     """Also across a kill: it starts again paused."""
     four = swarm.four(ROUND_SECONDS)
@@ -191,14 +180,14 @@ def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
     one.command("pause")
     wait("it has left the roster", lambda: others[0].sees(one).get("member") is False, 2 * ROUND_SECONDS)
     wait("its worker has ended", lambda: one.child("worker") is None, FREE_SECONDS)
-    for reports in whole_rounds(others, 2):
+    for reports in whole_rounds(others, 2, ROUND_SECONDS):
         assert {each["outcome"] for each in reports} == {"committed"} and len(reports[0]["peers"]) == 3
     one.strike()
     one.leaves_nothing()
     swarm.join(one.name, via=others[0])
     wait("it is paused still", lambda: one.status().get("state") == "paused", ROUND_SECONDS)
     wait("its worker has ended again", lambda: one.child("worker") is None, FREE_SECONDS)
-    whole_rounds(others, 1)
+    whole_rounds(others, 1, ROUND_SECONDS)
     assert others[0].sees(one).get("member") is False
     back = time.time()
     one.command("resume")
@@ -214,7 +203,7 @@ def test_paused_peer_finishes_at_once(swarm: RealSwarm) -> None:
     one.command("finish")
     assert one.ends(5.0) == 0
     one.leaves_nothing()
-    whole_rounds(others, 1)
+    whole_rounds(others, 1, ROUND_SECONDS)
     swarm.check()
 
 
