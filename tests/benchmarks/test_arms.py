@@ -16,6 +16,7 @@ from benchmarks.laboratory.runs import WITHOUT_COMMON_STATE, ArmName, LabRun, Ru
 from benchmarks.mixers import all_reduce, gossip, pairs
 from node.tasks.base import Step
 from protocols.base import Layout
+from tests.support.long import long
 
 
 def short(arm: ArmName, peers: int) -> LabRun:
@@ -77,7 +78,7 @@ def test_rate_changes_run_name_and_step_length() -> None:
     assert moved[1] == pytest.approx(moved[0] / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("arm", ("moshpit", "noloco"))
+@pytest.mark.parametrize("arm", ("noloco", *long("moshpit")))
 def test_full_state_averaging_gives_one_model(arm: ArmName) -> None:
     """Then the mean of the losses is the loss of each."""
     averaged = train_independent(short(arm, 2), all_reduce(2, random.Random(0)))[-1][1]

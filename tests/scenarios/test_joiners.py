@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from node.session.peer_session import FINISH_SECONDS
 from protocols.consensus.record import Kind
 from tests.sim.contact import LIVENESS_SECONDS
@@ -106,6 +108,7 @@ FULL = ScenarioSetup(
 """Rounds that train for .5 s and average for three or more."""
 
 
+@pytest.mark.long
 @simulated(ScenarioRunner, FULL)
 async def test_joiner_on_full_lines_counts(swarm: ScenarioRunner) -> None:
     await swarm.rounds(4)

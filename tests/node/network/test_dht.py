@@ -28,6 +28,7 @@ from node.runtime.clock import WallClock
 from node.runtime.identity import Identity
 from tests.conformance.worlds import freeze
 from tests.support.directory_examples import RUN, TTL, sealed
+from tests.support.long import long
 from tests.support.real_transports import TransportMaker, on_uvloop, soon
 
 
@@ -119,7 +120,7 @@ class TestDirectory:
         await a.directory.announce("all", b"second", TTL, soon())
         assert await c.find() == {a.transport.me: b"second"}
 
-    @pytest.mark.parametrize("ahead_seconds", [-3600.0, 600.0])
+    @pytest.mark.parametrize("ahead_seconds", [-3600.0, *long(600.0)])
     @on_uvloop
     async def test_skewed_clock_is_corrected(self, make: PeerMaker, ahead_seconds: float) -> None:
         class Off(WallClock):

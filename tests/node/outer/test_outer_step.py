@@ -16,6 +16,7 @@ import torch
 from node.outer import state as outers
 from node.outer.state import OuterSGD, pseudo_gradient
 from protocols.base import Vector
+from tests.golden import codecs
 from tests.golden import outer as golden
 from tests.support.paths import REPOSITORY
 
@@ -67,17 +68,17 @@ def test_trajectories_match_the_golden_bits(threads: int, restored: None) -> Non
 
 
 def test_golden_bits_do_not_depend_on_the_processor() -> None:
-    """torch uses no vector instructions at all here, and the self-test passes."""
-    program = "from tests.golden import outer; import json; outer.self_test(); "
+    """Nor do those of codecs. torch uses no vector instructions at all here, and the self-test passes."""
+    program = "from tests.golden import codecs, outer; import json; outer.self_test(); "
     run = subprocess.run(
-        [sys.executable, "-c", program + "print(json.dumps(outer.trajectories()))"],
+        [sys.executable, "-c", program + "print(json.dumps([outer.trajectories(), codecs.digests()]))"],
         cwd=REPOSITORY,
         env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert json.loads(run.stdout) == json.loads(golden.FILE.read_text())
+    assert json.loads(run.stdout) == [json.loads(each.FILE.read_text()) for each in (golden, codecs)]
 
 
 def test_piece_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
