@@ -7,7 +7,9 @@ lost aggregator costs its cluster's work in the chunks that it has not delivered
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from protocols import wire
@@ -80,13 +82,23 @@ class Relay:
 
 
 async def _send_partials(partials: Reducer, stream: Stream) -> None:
-    """Send the chunks of a cluster as they are closed."""
+    """Send the chunks of a cluster as they are closed, unless the reducer has given it up and closes the stream."""
     part = partials.part
-    for index in range(part.chunks):
-        if not await partials.closed(index):
-            raise PeerSilent(stream.peer, "the data phase ended first")
-        data = part.chunk(index)
-        await stream.send(wire.Partial(index, part.masks[index], len(data)), data)
+    with suppress(PeerSilent):
+        for index in range(part.chunks):
+            if not await partials.closed(index):
+                return
+            data = part.chunk(index)
+            await stream.send(wire.Partial(index, part.masks[index], len(data)), data)
+
+
+def norm_limit(members: ResolvedPlan) -> float:
+    """The largest norm that the mean of a cluster may have: that of its largest contribution, clipped as declared. A
+    coordinate-wise median may be √2 times as long, since half of the values are at least as large.
+    """
+    pairs = enumerate(zip(members.factors, members.weights, strict=True))
+    largest = max((members.norm_limit(index) * factor for index, (factor, weight) in pairs if weight), default=0.0)
+    return largest if members.robust == "mean" else math.sqrt(2) * largest
 
 
 class Aggregator(Reducer):
@@ -134,6 +146,7 @@ class PartialReducer(Reducer):
             for lead, codec in zip(self._order, codecs, strict=True)
         }
         self._members: dict[PeerId, ResolvedPlan] = {}  # of the clusters whose offers are known
+        self._limits: dict[PeerId, float] = {}  # of the norms of their partials
         self._held: dict[int, dict[PeerId, int]] = {}  # chunk -> masks of the members that its partials hold
         self._last: dict[PeerId, int] = {}  # the mask of a cluster's latest partial
 
@@ -142,7 +155,8 @@ class PartialReducer(Reducer):
 
     def know(self, cluster: int, members: ResolvedPlan) -> None:
         """Take the checked offers of a cluster. Its partials count only from then on."""
-        self._members[self._plan.peers[cluster]] = members
+        lead = self._plan.peers[cluster]
+        self._members[lead], self._limits[lead] = members, norm_limit(members)
 
     def sender(self, lead: PeerId) -> PeerId | None:
         """The peer that sends the partials of a cluster; None if the cluster's offers are not known."""
@@ -213,14 +227,14 @@ class PartialReducer(Reducer):
         return [each for each in taken if masks[self._plan.peers[each[0]]]], refused
 
     def _decode(self, peer: PeerId, index: int, scratch: Vector) -> tuple[Vector, float]:
-        """A cluster's mean of a chunk. Its norm is at most the largest that a member's may have."""
-        layout, members = self._layouts[peer], self._members[peer]
+        """A cluster's mean of a chunk, as `Reducer._decode`. Raises BadPayload if its norm exceeds `norm_limit`."""
+        layout = self._layouts[peer]
         data = self._inbox[index][peer][: layout.size(index)]
         row = layout.vector_for(data, scratch)
         layout.codec.decode(data, row)
         size = estimated_norm(row)
         self._squares[peer] += size**2
-        limit = max(members.norm_limit(member) for member in range(len(members.peers)))
+        limit = self._limits[peer]
         if not self._squares[peer] <= limit * limit:
             raise BadPayload(f"norm above {limit:.3g}, the most that its members' offers allow")
         return row, size

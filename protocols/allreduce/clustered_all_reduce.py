@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -51,6 +51,7 @@ class ClusteredAllReduce(AllReduce):
         self._aggregators: dict[int, Aggregator] = {}
         self._relays: dict[int, Relay] = {}  # an aggregator's, too
         self._known: dict[int, ResolvedPlan] = {task.cluster: task.resolved}  # clusters whose offers are checked
+        self._left: set[int] = set()  # parts that no member of the cluster could send
         self._checking = asyncio.Lock()
         self._group: asyncio.TaskGroup | None = None
 
@@ -116,7 +117,7 @@ class ClusteredAllReduce(AllReduce):
         if not reduces:
             self._jobs.pop(part)[1].cancel()
             del self._partials[part]
-            if part not in self.parts and part not in self._relays:
+            if part in self._left and part not in self.parts and part not in self._relays:
                 self._begin_relay(part, Relay(self.task, part))
             return
         self.failed.pop(part, None)
@@ -190,11 +191,14 @@ class ClusteredAllReduce(AllReduce):
 
     async def _follow_own(self, part: int, relay: Relay) -> None:
         """Pass on what this peer reduces itself, and give it the partials of its cluster."""
-        await self._notifier.reached(lambda: part in self._partials, self.task.deadline)
+        if not await self._notifier.reached(lambda: part in self._partials, self.task.deadline):
+            return
         reducer = self._partials[part]
         relay.follow(reducer.part, reducer.notifier)
         if aggregator := self._aggregators.get(part):
-            await reducer.take_from(self.task.cluster, aggregator)
+            with suppress(_Replaced):
+                taking = reducer.take_from(self.task.cluster, aggregator)
+                await run_with_helper(taking, self._until_reassigned(part, self._me))
 
     async def _fetch(self, part: int, relay: Relay, reducer: PeerId) -> ReducedPart:
         aggregator, task = self._aggregators.get(part), self.task
@@ -237,6 +241,7 @@ class ClusteredAllReduce(AllReduce):
             if peer not in self._lost and await self._ask(part, peer, sent):
                 return
             sent = True
+        self._left.add(part)
         if part not in self._relays and self.clusters.reducer(part) != self._me:
             self.failed[part] = order[0]
             self._on_change(None)
@@ -245,7 +250,7 @@ class ClusteredAllReduce(AllReduce):
     async def _ask(self, part: int, peer: PeerId, again: bool) -> bool:
         """Get a part from a member of the cluster; whether that succeeds. The first one is sent this contribution."""
         began = loop_time()
-        for _ in range(TRIES):
+        for left in reversed(range(TRIES)):
             try:
                 async with self._opened(peer, self.task) as stream, self._accounting.counting(stream):
                     receiving = contribute(self.task, part, stream, again)
@@ -253,9 +258,9 @@ class ClusteredAllReduce(AllReduce):
                     return True
             except (BadPayload, _Replaced):
                 return False
-            except PeerError as error:
-                self._accounting.name(peer, f"lost as an aggregator: {error.why}")
-                if isinstance(error, PeerGone) or peer in self._lost:
+            except PeerError as error:  # maybe the part is reduced again: the stream ends then, and the peer is well
+                if isinstance(error, PeerGone) or peer in self._lost or not left:
+                    self._accounting.name(peer, f"lost as an aggregator: {error.why}")
                     return False
             again = True
             self.restarted.add(part)
@@ -300,8 +305,8 @@ class ClusteredAllReduce(AllReduce):
 
     async def serve_cluster(self, peer: PeerId, stream: Stream, opening: ContributePartial) -> None:
         """Serve another cluster's aggregator, or a member in place of one that is lost."""
-        if opening.cluster >= len(self.clusters.peers):
-            raise BadPayload(f"cluster {opening.cluster} of {len(self.clusters.peers)}")
+        if opening.cluster >= len(self.clusters.peers) or opening.part >= len(self.clusters.plan.reducers):
+            raise BadPayload("no cluster or no part of the plan")
         self._check_codec(opening.codec)
         members = await self._checked(opening.cluster, opening.offers)
         if peer not in members.peers:

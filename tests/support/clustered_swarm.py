@@ -146,7 +146,7 @@ class ClusteredSwarm(SimSwarm):
         self.spawn(name, self._watch(exchange))
 
     async def _watch(self, exchange: ClusteredAllReduce) -> None:
-        """Notice members that are lost, as a round does; a plan version comes with the next look."""
+        """Notice members that are lost, as a round does."""
         host = exchange.task.host
         while self.now < exchange.task.deadline:
             version = host.members.version
@@ -154,7 +154,6 @@ class ClusteredSwarm(SimSwarm):
             for name in self.names:
                 if name not in live:
                     exchange.lose(name, "gone")
-            exchange.reassign(self.versions[-1])
             await host.members.changed(version, self.now + LOOK_SECONDS)
 
     def repair(self, without: Sequence[PeerId]) -> None:
@@ -165,8 +164,16 @@ class ClusteredSwarm(SimSwarm):
         live = {member.peer for member in self.network.contacts.views[leads[me]].live()}
         given = tuple(g if leads[g] in live else me for g in whole.plan.reducers)
         if given != whole.plan.reducers:
-            plan = replace(whole.plan, version=whole.plan.version + 1, reducers=given)
-            self.versions.append(replace(whole, plan=plan))
+            self.reassign(given)
+
+    def reassign(self, reducers: tuple[int, ...]) -> None:
+        whole = self.versions[-1]
+        self.versions.append(
+            replace(whole, plan=replace(whole.plan, version=whole.plan.version + 1, reducers=reducers))
+        )
+        for name, peer in self.peers.items():
+            if self.alive(name):
+                peer.exchange.reassign(self.versions[-1])
 
     def alive(self, name: PeerId) -> bool:
         return self.network.nodes[name].process.alive

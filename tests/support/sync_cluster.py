@@ -34,7 +34,7 @@ from protocols.base import (
     Vector,
 )
 from protocols.blobs.parts import PartCache, PartDownload, PartStore
-from protocols.consensus.record import Kind, Record
+from protocols.consensus.record import ClusterDigest, Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
 from protocols.streams.endpoint import RoundAccounting
@@ -140,6 +140,7 @@ class SyncCluster(SimSwarm):
         self.hints: list[PeerId] = [member.peer for member in self.founders]
         self.peers: dict[PeerId, SyncPeer] = {}
         self._made = 0
+        self.cluster_size = 0  # of each voter's cluster, in the rounds from now on; 0: there are no clusters
         self._anchor = torch.linspace(-1, 1, elements)
 
     async def set_up(self) -> None:
@@ -169,7 +170,7 @@ class SyncCluster(SimSwarm):
         head, old = members[0].chain.head, members[0].chain.head.roster
         voters = [peer.me for peer in members if peer.me in old] if voters is None else voters
         mean = kind == Kind.MEAN if parts is None else parts
-        held = self._parts() if mean else []
+        held = self._parts(len(voters)) if mean else []
         record = Record(
             parent=head.key.lineage,
             state_root=root or head.state_root,
@@ -180,6 +181,7 @@ class SyncCluster(SimSwarm):
             roster=tuple(roster or (old if kind != Kind.FORK else voters)),
             peers=tuple(voter.peer for voter in voters),
             bounds=(0, self.elements // 3, self.elements) if held else (),
+            clusters=(ClusterDigest(b"c" * 32, self.cluster_size),) * len(voters) if held and self.cluster_size else (),
         )
         link = follow(head, certified(head, record, voters))
         for peer in members:
@@ -189,7 +191,7 @@ class SyncCluster(SimSwarm):
     async def rounds(self, names: str, count: int, **changes: Any) -> list[DecidedRound]:
         return [await self.decide(names, **changes) for _ in range(count)]
 
-    def _parts(self) -> list[ReducedPart]:
+    def _parts(self, voters: int) -> list[ReducedPart]:
         """The encoded mean of a round in two parts, as reducers would make it."""
         self._made += 1
         delta = torch.randn(self.elements, generator=torch.Generator().manual_seed(self._made)) / 100
@@ -199,8 +201,12 @@ class SyncCluster(SimSwarm):
             for index in range(part.chunks):
                 first, last = part.elements(index)
                 part.codec.encode(delta[first:last], part.chunk(index))
-            part.masks = [1] * part.chunks
-            part.seal([part.digest_of(index, 1) for index in range(part.chunks)])
+            part.masks, members = [1] * part.chunks, b""
+            if self.cluster_size:
+                part.clusters, members = voters, ((1 << self.cluster_size) - 1).to_bytes(4, "little")
+                members += bytes(4 * (voters - 1))
+                part.members = [members] * part.chunks
+            part.seal([part.digest_of(index, 1, members) for index in range(part.chunks)])
             held.append(part)
         return held
 

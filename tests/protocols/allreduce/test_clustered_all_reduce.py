@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from protocols.allreduce import clustered_plan as clustered
+from protocols.allreduce.all_reduce import DATA
 from protocols.allreduce.clustered_plan import ContributePartial
-from protocols.base import Buffer, Header
+from protocols.base import Buffer, Header, PeerError
 from protocols.streams.framing import FramedStream
 from protocols.vectors.robust import RobustAggregator
 from protocols.vectors.views import norm
-from protocols.wire import Partial, Reduced
-from tests.support.clustered_swarm import ClusteredSwarm
+from protocols.wire import Contribute, Partial, Reduced
+from tests.support.clustered_swarm import KEY, ClusteredSwarm
 from tests.support.disguises import sending
 from tests.support.long import diagonal, long
 from tests.support.simulated import simulated
@@ -119,6 +120,45 @@ async def test_repair_of_a_reducer_takes_kept_partials(swarm: ClusteredSwarm) ->
     assert all(count == swarm.chunks for name, count in counted.items() if name != "v1")
     for name in ("v0.1", "v2.3"):  # its vector once, partials and means of a third of the parts, and half of that again
         assert swarm.network.totals(name)[0] < 4 * 3000 * (1 + 1 / 3 + 1 + 0.5) + 6000
+
+
+@pytest.mark.parametrize("sizes, after_seconds", [((3, 3, 3), 0.09), ((1, 1, 1), 0.06), ((2, 4), 0.09)])
+@simulated(lambda sizes: ClusteredSwarm(*sizes, elements=3000))
+async def test_reducer_that_is_taken_for_lost_lets_go_of_its_part(swarm: ClusteredSwarm, after_seconds: float) -> None:
+    """It is alive, and the coordinator has given its part to another voter: its cluster follows that one, too."""
+    swarm.begin()
+    await asyncio.sleep(after_seconds)
+    swarm.reassign(tuple(0 if each == 1 else each for each in swarm.versions[-1].plan.reducers))
+    assert not await swarm.whole()
+    counted = swarm.check(swarm.names)
+    assert set(counted.values()) == {swarm.chunks}
+    assert {held.done.reducer for held in swarm.parts("v0") if held.done} == {0, *range(2, len(swarm.clusters))}
+
+
+@simulated(ClusteredSwarm, 3, 3, 3)
+async def test_opening_of_a_stranger_is_refused(swarm: ClusteredSwarm) -> None:
+    """Neither another cluster's members nor made-up offers, parts, clusters or codecs are served."""
+    swarm.begin()
+    plan, offers = swarm.inner[1].digest, swarm.inner[1].plan.offers
+    honest = ContributePartial(KEY, plan, 0, "fp32", 1, offers, False)
+    not_the_aggregator = next(name for name in swarm.clusters[1] if name != swarm.inner[1].reducer(0))
+    openings: list[tuple[str, Header]] = [
+        (not_the_aggregator, honest),
+        ("v2.1", replace(honest, relays=True)),
+        ("v1.1", replace(honest, cluster=3)),
+        ("v1.1", replace(honest, part=3)),
+        ("v1.1", replace(honest, codec="int8")),
+        ("v2.1", Contribute(KEY, plan, 0, "fp32")),
+        ("v0.1", Contribute(KEY, plan, 3, "fp32")),
+    ]
+    for peer, opening in openings:
+        host = swarm.peers[peer].exchange.task.host
+        with pytest.raises(PeerError):
+            async with host.transport.open("v0", DATA, swarm.now + 1.0) as stream:
+                await stream.send(opening)
+                while True:
+                    await stream.receive(512)
+    assert len(swarm.network.transports["v0"].refused) == len(openings)
 
 
 @simulated(ClusteredSwarm, 6, 6)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce import plan as planning
+from protocols.allreduce.aggregator import norm_limit
 from protocols.allreduce.clustered_plan import (
     CLUSTER_PACE,
     MEMBER_PACE,
@@ -247,6 +248,14 @@ def test_members_left_out_of_a_chunk_are_in_no_later_one(held: list[int], then: 
     for mask, members in ((0b100, bytes(12)), (0, bytes(4)), (1, bytes(8)), (0, b"\1" + bytes(7)), (1, b"\1")):
         with pytest.raises(BadPayload):
             whole.check_chunk(mask, members, b"")
+
+
+def test_declared_norm_of_a_member_without_work_allows_no_larger_partials() -> None:
+    calm = members_of("v00", 4)
+    idle = replace(offer("v00-03", "v00", tokens=0), norm=1e30)
+    whole = resolved(4, 4)[0]
+    limits = [norm_limit(clustered.resolve_cluster(whole, 0, each)) for each in (calm, (*calm[:3], idle))]
+    assert limits[0] == limits[1] < 100 * calm[0].norm
 
 
 @given(took=st.floats(0, 1e5))

@@ -57,6 +57,18 @@ async def test_peer_few_rounds_behind_replays_means(world: SyncCluster) -> None:
     assert world.same("anna bert cleo")
 
 
+@pytest.mark.parametrize("store_rounds", [0, 16])
+@simulated(lambda store_rounds: swarm(every_rounds=20, store_rounds=store_rounds, keep_rounds=2 if store_rounds else 8))
+async def test_peer_replays_rounds_from_before_and_after_clusters(world: SyncCluster) -> None:
+    """From memory and from disk, where the masks of members are kept beside the chunks."""
+    await world.decide("anna bert cleo")
+    await world.rounds("anna bert", 2)
+    world.cluster_size = 4
+    await world.rounds("anna bert", 3)
+    report = await world.peers["cleo"].catch_up()
+    assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (5, {})
+
+
 @simulated(swarm, keep_rounds=4)
 async def test_peer_far_behind_takes_snapshot_and_later_means(world: SyncCluster) -> None:
     await world.decide("anna bert cleo")
