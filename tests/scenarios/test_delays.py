@@ -109,7 +109,7 @@ def test_coordinator_death_before_proposal_costs_two_round_trips(peers: int, dec
     assert seconds[0] <= bound, f"{peers} peers: decided {seconds[0]:.3f} s after the death, not {bound:.3f} s"
 
 
-@pytest.mark.parametrize("at", (1, 30, 58, *long(8, 20, 40, 52, 57, 59, 60)))
+@pytest.mark.parametrize("at", (1, 30, 58, *long(20, 40, 57, 60)))
 def test_reducer_death_costs_four_round_trips(at: int, decisions: Decisions) -> None:
     """Its part is handed in again: death, new plan, stream there and back, chunks, mean, Propose, Accept.
 
@@ -186,7 +186,7 @@ def test_silent_member_costs_one_ballot_timeout(peers: int, coordinating: bool, 
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("at", (1, 30, *long(8, 20, 40, 52, 57)))
+@pytest.mark.parametrize("at", (1, 30, *long(20, 57)))
 @pytest.mark.parametrize("coordinating", (False, True))
 def test_stalled_peer_costs_no_round_despite_slow_opening(at: int, coordinating: bool, decisions: Decisions) -> None:
     """They are opened once, when a process starts and its machine is busy: that may not make patience outlast the

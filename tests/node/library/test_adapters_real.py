@@ -1,4 +1,7 @@
-"""Two scripts with a library's own loop, each with a real peer: one starts a run, one joins it, and they agree."""
+"""Two scripts with transformers' own loop, each with a real peer: one starts a run, one joins it, and they agree.
+
+`test_page_real` plays the other libraries' loops.
+"""
 
 from __future__ import annotations
 
@@ -74,67 +77,15 @@ assert any(each.get("swarm/peers") == 2 for each in trainer.state.log_history)
 done(model)
 """
 
-LIGHTNING = """
-from lightning.pytorch import LightningModule, Trainer
-from node.library.lightning import LightningSwarm
 
-
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20))
-
-    def training_step(self, batch, number):
-        logits = self.layers(batch["input_ids"])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
-model = Module()
-trainer = Trainer(
-    max_steps=2000, accumulate_grad_batches=2, callbacks=[adapted(LightningSwarm)], logger=False, accelerator="cpu",
-    enable_checkpointing=False, default_root_dir=home,
-)
-trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=2))
-assert trainer.global_step < 2000 and trainer.callback_metrics["swarm/peers"] == 2
-done(model)
-"""
-
-ACCELERATE = """
-from accelerate import Accelerator
-from node.library.accelerate import AcceleratedSwarm
-
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-model = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20))
-optimizer = torch.optim.AdamW(model.parameters())
-loader = torch.utils.data.DataLoader(Rows(), batch_size=2)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-enter = AcceleratedSwarm.join if address else AcceleratedSwarm.start
-with enter(accelerator, model, optimizer, **given) as swarm:
-    for batch in loader:
-        with accelerator.accumulate(model):
-            logits = model(batch["input_ids"])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            if swarm.step(batch["labels"].numel(), loss).over:
-                break
-    assert swarm.over and swarm.metrics()["swarm/peers"] == 2
-done(model)
-"""
-
-
-def start(swarm: RealSwarm, name: str, program: str, address: str = "") -> RealPeer:
+def start(swarm: RealSwarm, name: str, address: str = "") -> RealPeer:
     """Run the script. Its peer's directory has the name."""
     peer = swarm.peer(name)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NODE_")}
     environment |= {MARK: peer._mark, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with peer._log.open("wb") as log:
         peer._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", BEGIN + program, str(swarm.home), name, address],
+            [sys.executable, "-P", "-c", BEGIN + TRANSFORMERS, str(swarm.home), name, address],
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     wait(f"{name} is in the run", lambda: not peer.running or peer.meet(), SECONDS)
@@ -142,13 +93,10 @@ def start(swarm: RealSwarm, name: str, program: str, address: str = "") -> RealP
     return peer
 
 
-@pytest.mark.parametrize(
-    "program", [TRANSFORMERS, LIGHTNING, ACCELERATE], ids=["transformers", "lightning", "accelerate"]
-)
-def test_two_scripts_train_together_and_agree(tmp_path: Path, program: str) -> None:
+def test_two_scripts_train_together_and_agree(tmp_path: Path) -> None:
     with RealSwarm(tmp_path) as swarm:
-        a = start(swarm, "a", program)
-        b = start(swarm, "b", program, a.address)
+        a = start(swarm, "a")
+        b = start(swarm, "b", a.address)
         wait("each sees the other", lambda: a.sees(b) and b.sees(a), SECONDS)
         (tmp_path / "together").touch()
         for peer in (a, b):
