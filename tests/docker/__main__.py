@@ -26,7 +26,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.docker import image, metrics, staged, verdict
+from tests.docker import image, invited, metrics, staged, verdict
 from tests.docker.cases import Cases
 from tests.docker.engine import Engine, NotHere, engine, firewall
 from tests.docker.swarm import Swarm
@@ -102,9 +102,10 @@ def _test(options: argparse.Namespace, place: Path, say: Callable[[str], None]) 
         found = _play(running, variables, place, say)
         found["figures"] |= built
         failed += found.pop("failed")
-        for play in staged.plays(running, variables, place, say):
-            found["figures"]["cases"] += play.cases
-            failed += play.failed
+        for plays in (staged.plays, invited.plays):
+            for play in plays(running, variables, place, say):
+                found["figures"]["cases"] += play.cases
+                failed += play.failed
         seconds = time.monotonic() - began
         found["figures"]["test_seconds"] = seconds
     if running.before is not None and (after := firewall()) != running.before:
