@@ -2,6 +2,7 @@
 
     python -m benchmarks.large_pipelines [--peers 64,256,512] [--stages 4,8,16] [--json FILE]
     python -m benchmarks.large_pipelines reach
+    python -m benchmarks.large_pipelines watch [--peers 64,256,512] [--stages 4,8,16]
 
 As many peers in each stage, of speeds 1 to 4, in the simulator, between two rounds: B = 8, A = 8, links of 50 ms; a
 replica of speed 1 takes two seconds for a microbatch. `all` is the same with drivers that use all replicas of each
@@ -9,6 +10,10 @@ stage. Payloads have a few bytes, so nearly all that is sent are headers. Heartb
 
 `reach` plays nothing: 32 drivers, and 32 replicas of a stage, of which each driver uses 2 to 8. How much of the stage's
 capacity can be used if all drivers are as fast as their own stage allows? The largest flow, in 100 draws.
+
+`watch` plays nothing either: whom each peer watches, by `node.membership.watching`, if it knows all others and all are
+in the rosters of their stages. A peer sends each that it watches a heartbeat a second, and gets an echo. Bytes are
+those of headers.
 """
 
 from __future__ import annotations
@@ -18,15 +23,18 @@ import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from unittest import mock
 
 from benchmarks.pipeline import MeasuredWorld, played, scenario_of
 from benchmarks.planning import numbers
+from node.membership.hello import UNPLACED, Heartbeat, StageTeam
+from node.membership.watching import Known, Lot, choose, roster_role, stage_role
 from protocols.base import PeerId
 from protocols.pipeline import fan_out
+from protocols.wire import encode
 from tests.sim.arguments import Parser
 from tests.sim.faults import Faults
 from tests.sim.process import prepare
@@ -143,9 +151,40 @@ def print_reach() -> None:
             print(f"| {uses} | {what} | {fmean(found):.3f} | {min(found):.3f} |", flush=True)
 
 
+def watch(peers: int, stages: int) -> dict[str, float]:
+    """With how many others peers exchange heartbeats."""
+    stage_of = {f"{index % stages}/{index // stages}": index % stages for index in range(peers)}
+    rosters = [[peer for peer, stage in stage_of.items() if stage == each] for each in range(stages)]
+    pairs: dict[PeerId, set[PeerId]] = {peer: set() for peer in stage_of}
+    watched: list[int] = []
+    for me, stage in stage_of.items():
+        known = [Known(peer, other, is_voter=True) for peer, other in stage_of.items() if peer != me]
+        role = stage_role(roster_role(me, rosters[stage]), stage, stages, (), known)
+        chosen = choose(role, known, Lot(f"secret of {me}".encode())) or frozenset(stage_of) - {me}
+        watched.append(len(chosen))
+        for peer in chosen:
+            pairs[me].add(peer)
+            pairs[peer].add(me)
+    drivers, others = ([len(pairs[peer]) for peer in stage_of if (stage_of[peer] == 0) is is_driver]
+                       for is_driver in (True, False))  # fmt: skip
+    team = (StageTeam(32, 50.0),) if min(watched) < peers - 1 else ()
+    place = (replace(UNPLACED, member=True, arrived=1000),)
+    size = len(encode(Heartbeat(10**5, 1.8e9, 1000, False, b"", 1000, 2.5, 0, place, (), team)))
+    return {"watched": max(watched), "mean": fmean(drivers + others), "driver": max(drivers), "other": max(others),
+            "messages": 4 * fmean(watched), "bytes": 2 * fmean(watched) * size}  # fmt: skip
+
+
+def print_watch(sizes: Sequence[tuple[int, int]]) -> None:
+    print("| peers, stages | watches at most | in contact with: mean | a driver, most | another peer, most |"
+          " messages/s, both ways | sent, bytes/s |\n" + "|---" * 7 + "|")  # fmt: skip
+    for peers, stages in sizes:
+        found = watch(peers, stages)
+        print(f"| {peers}, {stages} | " + " | ".join(f"{each:.0f}" for each in found.values()) + " |", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.large_pipelines", description="Pipelines of many peers.")
-    parser.add_argument("experiment", nargs="?", choices=("play", "reach"), default="play")
+    parser.add_argument("experiment", nargs="?", choices=("play", "reach", "watch"), default="play")
     parser.add_argument("--peers", type=numbers, default=[64, 256, 512])
     parser.add_argument("--stages", type=numbers, default=[4, 8, 16], help="of each of these swarms")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -154,6 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give as many numbers of stages as of peers")
     if options.experiment == "reach":
         print_reach()
+        return 0
+    if options.experiment == "watch":
+        print_watch(list(zip(options.peers, options.stages, strict=True)))
         return 0
     prepare()
     found = []
