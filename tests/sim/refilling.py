@@ -228,9 +228,10 @@ class RefillingWorld(MovingWorld):
         return lost
 
     def is_well(self) -> bool:
-        """Whether each stage has a live peer with its state, and all live peers know the same seats."""
+        """Whether each stage has a live peer with its state on the seat that counts, which all live peers know."""
         alive = self.alive()
-        stages = {self.stage_of(peer) for peer in alive if peer in self.entrances and self.disks[peer].has_begun}
+        begun = [peer for peer in alive if peer in self.entrances and self.disks[peer].has_begun]
+        stages = {self.stage_of(peer) for peer in begun if self.entrances[peer].seats.counts(self.entrances[peer].seat)}
         return len(stages) == self.stages and len({self.known(peer) for peer in alive}) == 1
 
     async def refill(self) -> None:
@@ -322,9 +323,9 @@ def apart(seed: int) -> RefillingWorld:
 RETURNS_SECONDS = (5.0, 60.0, 100.0, 118.0, 121.0, 124.0, 130.0, 200.0)
 
 
-def plays(every: int, partitions: int) -> Iterator[RefillingWorld]:
+def plays(every: int, partitions: int, stride: int = STRIDE) -> Iterator[RefillingWorld]:
     yield (whole := refill())
-    yield from (refill(number) for number in range(1, whole.messages, STRIDE * every))
+    yield from (refill(number) for number in range(1, whole.messages, stride * every))
     yield from map(come_back, RETURNS_SECONDS[::every])
     yield from map(apart, range(partitions))
 
@@ -332,10 +333,11 @@ def plays(every: int, partitions: int) -> Iterator[RefillingWorld]:
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m tests.sim.refilling", description="Deaths while a lost stage begins again.")
     parser.add_argument("--every", type=at_least_one, default=1, help="play every N-th of the plays only")
+    parser.add_argument("--stride", type=at_least_one, default=STRIDE, help="of the messages at which a peer dies")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="seeds of partitions")
     options = parser.parse_args(arguments)
     began, found, total, seats = time.monotonic(), list[str](), 0, 0
-    for world in plays(options.every, options.partitions):
+    for world in plays(options.every, options.partitions, options.stride):
         total, seats = total + 1, seats + len(world.made)
         found += [f"{each.invariant}: {each.detail}" for each in world.wrong]
     for line in found[:20]:
