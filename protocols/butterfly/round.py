@@ -232,9 +232,10 @@ class Round:
                 if part.digest in wanted:
                     await self._obtain(value.record, index, holders)
             missing = tuple(each for each in wanted if each not in self._part_cache.of(self.head.key.lineage))
-            if missing and not vote.wanted and vote.proposed == proposed:
-                await self.until(self.over, self._within(RETRY_SECONDS))
-                vote.wanted = missing
+            if missing and not vote.wanted:
+                # A newer proposal may come meanwhile. Its parts are wanted then, and those of this one no more.
+                await self.until(lambda: self.over() or bool(vote.wanted), self._within(RETRY_SECONDS))
+                vote.wanted = vote.wanted or missing
 
     async def _obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
         part = record.parts[index]

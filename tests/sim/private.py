@@ -13,7 +13,8 @@ The invariants of every simulated swarm hold, and:
                 and a ticket that was used
     uninvited   a roster holds only peers that were admitted
     removed     a mean whose exchange began after those that decide it knew of a removal counts nothing of the
-                removed peer, and the record leaves it out of the roster
+                removed peer, and the record leaves it out of the roster; with crashes or a partition, a mean whose
+                round began then, because an earlier vote may bind the record
     lost        the peers that are left are all in the roster within `SETTLED_SECONDS`, and then commit two rounds
 
 The last line of output is one JSON object.
@@ -382,10 +383,12 @@ class PrivateWorld(ScenarioRunner):
             return
         self._judged.add(lineage)
         since, head = self.now - report["seconds_average"], self.head(peer)
+        if self.plan.crashes or self.plan.partition:
+            since = self.account.attempts[report["parent"]].began
         counted = {other for other, (_, chunks, _) in report["contributions"].items() if chunks}
         roster = {each.peer for each in head.roster} if head.key.lineage.hex() == lineage else set()
         for gone in out:
-            what = f"{len(counted)} counted, exchange since {since:.3f} s"
+            what = f"{len(counted)} counted, since {since:.3f} s"
             if gone in counted and all(self._knows(other, gone, since) for other in {peer, *counted} - out):
                 self._violated("removed", gone, f"in the mean of round {report['round']}: {what}")
             if gone in roster and all(
