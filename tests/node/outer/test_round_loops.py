@@ -30,6 +30,9 @@ class Scripted:
         self.chain = SimpleNamespace(head=SimpleNamespace(roster=()))
         self.may_be_away = False
 
+    async def keep(self) -> None:
+        """Nothing: it has no state."""
+
     async def catch_up(self, *_: Any) -> RoundReport:
         report = self._next("catch up")
         await asyncio.sleep(report.seconds_average)
