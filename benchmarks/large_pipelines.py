@@ -191,6 +191,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if len(options.peers) != len(options.stages):
         parser.error("give as many numbers of stages as of peers")
+    if any(not 2 <= stages <= peers for peers, stages in zip(options.peers, options.stages, strict=True)):
+        parser.error("a run has two stages or more, and a peer for each")
     if options.experiment == "reach":
         print_reach()
         return 0

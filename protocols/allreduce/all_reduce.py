@@ -179,15 +179,18 @@ class AllReduce:
             except BadPayload:
                 break
             except PeerError as error:
-                self._accounting.name(reducer, f"lost as a reducer: {error.why}")
-                if isinstance(error, PeerGone):
-                    self.unreachable.add(reducer)
-                    break
-                if reducer in self._silent:
+                if self._lost_reducer(reducer, error) or reducer in self._silent:
                     break
                 self.restarted.add(part)
         self.failed[part] = reducer
         self._on_change(None)
+
+    def _lost_reducer(self, reducer: PeerId, error: PeerError) -> bool:
+        """Name a reducer whose stream broke off. Returns whether it cannot be reached: it is not asked again."""
+        self._accounting.name(reducer, f"lost as a reducer: {error.why}")
+        if isinstance(error, PeerGone):
+            self.unreachable.add(reducer)
+        return isinstance(error, PeerGone)
 
     @asynccontextmanager
     async def _opened(self, peer: PeerId, task: DataPhase) -> AsyncIterator[Stream]:

@@ -180,11 +180,7 @@ class ClusteredAllReduce(AllReduce):
             except (BadPayload, _Replaced):
                 break
             except PeerError as error:
-                self._accounting.name(reducer, f"lost as a reducer: {error.why}")
-                if isinstance(error, PeerGone):
-                    self.unreachable.add(reducer)
-                    break
-                if reducer in self._lost:
+                if self._lost_reducer(reducer, error) or reducer in self._lost:
                     break
         self.failed[part] = reducer
         self._on_change(None)
