@@ -89,8 +89,8 @@ class Membership:
         on_duplicate_identity: Callable[[str], None] = lambda line: None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
-        """`wanted` returns peers that are dialled again without limit, such as the roster's. `role` returns whom to
-        watch of the peers that are known, if they are too many; None: those that are wanted, and any others.
+        """`wanted` returns peers that are dialled again without limit, such as the roster's. `role` returns which
+        of the known peers to watch, if they are too many; None: those that are wanted, and any others.
 
         `reach` connects the transport to a peer at one of its addresses, or raises a `PeerError`; `drop` closes the
         transport's connections to a peer, so that the next attempt dials it. None: the transport finds peers by itself.
@@ -436,7 +436,7 @@ class Membership:
             self._on_duplicate_identity(DUPLICATE_IDENTITY)
         raise PeerGone(peer, f"it refuses this peer: {refusal.why}")
 
-    # -- whom this peer watches, and what it knows of the others ------------------------------------------------------
+    # -- which peers this one watches, and what it knows of the others ------------------------------------------------
 
     @property
     def watches_all(self) -> bool:
@@ -447,7 +447,7 @@ class Membership:
         return self._choice is None or contact.peer in self._choice
 
     def _choose(self, now: float) -> None:
-        """Choose whom to watch. In a run of up to `MAX_WATCHED` peers these are all peers that are known."""
+        """Choose the peers to watch. In a run of up to `MAX_WATCHED` peers these are all peers that are known."""
         named = frozenset(self._wanted())
         if named == self._named and now < self._chosen_at + CHOOSE_SECONDS:
             return

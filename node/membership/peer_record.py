@@ -21,7 +21,7 @@ UNWANTED_PAUSE_SECONDS = 60.0
 MAX_BREAKS = 2
 MAX_FAILURES = 10  # failures in a row after which the table drops a peer that is not wanted
 MAX_CONTACTS = 2048
-"""Of a run's peers a peer knows so many: some by their greetings, and a few that it was told of."""
+"""The most peers that a peer keeps in mind: those that greeted it, and a few that others have named."""
 MAX_UNMET = 256  # peers that never answered
 MAX_INTRODUCED_BY_ONE = 32  # peers introduced by one other peer that have never answered
 MAX_PEER_CHARACTERS = 64

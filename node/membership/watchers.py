@@ -1,4 +1,4 @@
-"""The peers that watch this one: how many it answers, whom it turns away, and whether they are still there. No I/O.
+"""The peers that watch this one: how many it answers, which it turns away, and whether they are still there. No I/O.
 
 A peer that sends heartbeats is alive, and continues only while it gets the answers. So this peer counts it as live even
 if it does not watch it.

@@ -46,7 +46,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whom a peer has to watch, the most important first, and how many of all others besides."""
+    """The peers that a role has to watch, the most important first, and how many of all others besides."""
 
     groups: tuple[Group, ...] = ()
     others: int = MAX_WATCHED

@@ -191,7 +191,7 @@ class SessionBuilder:
         return membership
 
     def _role(self, stage: LocalStage | None, known: Sequence[Known]) -> Role:
-        """Whom to watch if there are too many. Peers with independent state watch any others."""
+        """Which peers to watch if there are too many. Peers with independent state watch any others."""
         if isinstance(self._history, LocalHistory):
             return Role()
         role = roster_role(self._peer.me.peer, [member.peer for member in self._history.head.roster])

@@ -365,8 +365,10 @@ def aggregators(offers: Sequence[Offer], lead: PeerId, sizes: Sequence[int]) -> 
 
 
 def relays(cluster: ResolvedPlan, lead: PeerId, part: int) -> tuple[PeerId, ...]:
-    """Whom a cluster's members ask for the mean of a part, one after the other: its aggregator, then the other members
-    in an order that the plan's digest draws. The lead, which reduces for all, is the last one.
+    """The peers that a cluster's members ask for the mean of a part, one after the other.
+
+    First its aggregator, then the other members in an order that the plan's digest draws. The lead, which reduces for
+    all, is the last one.
     """
     aggregator = cluster.reducer(part)
     others = [peer for peer in cluster.peers if peer not in (aggregator, lead)]

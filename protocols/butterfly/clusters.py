@@ -18,7 +18,7 @@ EPOCH_ROUNDS = 64
 CLUSTER_ROOM = MAX_CLUSTER - 1
 """Associates of a voter."""
 FIRST_CHOICES = 4
-"""A voter with little room keeps it for peers that have it among so many first voters of their order."""
+"""A voter with little room accepts only peers that have it among this many first voters of their order."""
 LITTLE_ROOM = 8
 MAX_RESTING = CLUSTER_ROOM // 4
 """Associates of a voter that rest or observe: they get the mean as the others do, and bring nothing."""
