@@ -26,8 +26,13 @@ MAX_RESTING = CLUSTER_ROOM // 4
 
 def epoch_start(peer: PeerId, round: int) -> int:
     """The round in which a peer's epoch began. Peers' epochs begin in different rounds: not all move at once."""
+    return max(0, epoch_end(peer, round) - EPOCH_ROUNDS)
+
+
+def epoch_end(peer: PeerId, round: int) -> int:
+    """The round in which a peer's next epoch begins."""
     phase = int.from_bytes(hashlib.sha256(b"starling epoch" + peer.encode()).digest()[:2], "little") % EPOCH_ROUNDS
-    return max(0, round - (round - phase) % EPOCH_ROUNDS)
+    return round + EPOCH_ROUNDS - (round - phase) % EPOCH_ROUNDS
 
 
 def seed_round(peer: PeerId, round: int, known_since: int) -> int | None:

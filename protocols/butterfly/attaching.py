@@ -1,0 +1,108 @@
+"""A peer's ties to clusters from round to round: it serves those that ask for a place, and asks for one itself.
+
+The decisions are in `protocols.butterfly.attachment`. What is asked and answered goes over a stream of its own each:
+its end shows whether the voter has heard. Places outlive rounds; a peer searches only while it is in a round.
+"""
+
+from __future__ import annotations
+
+from protocols import wire
+from protocols.aio import Notifier, loop_time, task_group
+from protocols.base import BadPayload, Deadline, Head, Member, PeerError, PeerId, Stream
+from protocols.butterfly.attachment import Attach, AttachReply, ClusterBook, LeadSearch, LineageOf, PlaceRequest
+from protocols.streams.endpoint import ProtocolEndpoint
+
+ATTACH = "starling/butterfly/attach/1"
+ANSWER_SECONDS = 3.0  # a voter that has not answered by then counts as silent
+REPLY_BYTES = 512
+
+
+class Attachment:
+    """`book`: the places in this peer's cluster while it votes. `search`: for a place elsewhere while it does not."""
+
+    def __init__(self, endpoint: ProtocolEndpoint, full: int, lineage_of: LineageOf) -> None:
+        """`full`: size of a roster that admits nobody. `lineage_of`: see `attachment.LineageOf`."""
+        self.book, self.search = ClusterBook(endpoint.me), LeadSearch(endpoint.me)
+        self.rests = False  # whether this peer brings nothing for now, as it tells voters that it asks
+        self.changed = Notifier()  # notified of every new or lost place
+        self._endpoint, self._full, self._lineage_of = endpoint, full, lineage_of
+        self._head: Head | None = None
+        self._events = 0
+        endpoint.serve(ATTACH, Attach, self._on_attach)
+
+    def begin(self, head: Head) -> None:
+        """Begin a round, or another attempt at it."""
+        self._head = head
+        self.book.begin(head.key, head.roster, self._endpoint.host.members.live())
+        self.search.begin(head.key, head.roster, self._full, self._lineage_of)
+        self._notify()
+
+    def leads(self) -> tuple[PeerId, ...]:
+        """This peer's lead, then its standby, as far as it has them."""
+        return tuple(held.peer for held in (self.search.lead, self.search.standby) if held)
+
+    def refused_by(self, peer: PeerId) -> None:
+        """A peer says that this one has no place in its cluster."""
+        self.search.refused_by(peer)
+        self._notify()
+
+    async def run(self, deadline: Deadline) -> None:
+        """Search for a lead and a standby as long as this peer has none, and notice when they or associates die."""
+        async with task_group() as group:
+            group.create_task(self._watch_members(deadline))
+            while (now := loop_time()) < deadline:
+                for ask in self.search.due(now):
+                    group.create_task(self._ask(ask, deadline))
+                seen = self._events
+                until = min(deadline, self.search.wakes_at())
+                await self.changed.reached(lambda: self._events != seen, until)  # noqa: B023 - awaited here
+
+    async def _watch_members(self, deadline: Deadline) -> None:
+        members = self._endpoint.host.members
+        while loop_time() < deadline:
+            version, live = members.version, set(members.live())
+            if self._head:
+                self.book.meet(live, self._head.key.round)
+            if self.book.lose(live) | self.search.see(live):
+                self._notify()
+            await members.changed(version, deadline)
+
+    async def _ask(self, ask: PlaceRequest, deadline: Deadline) -> None:
+        """Ask a voter for a place. That one is given up is said once: a place that is not used ends anyway."""
+        live = {member.peer: member for member in self._endpoint.host.members.live()}
+        voter = live.get(ask.voter)
+        reply = await self._reply(ask, min(deadline, loop_time() + ANSWER_SECONDS)) if voter else None
+        if not ask.lead:
+            return
+        if voter and reply:
+            self.search.answered(ask, voter, reply)
+        else:
+            self.search.failed(ask)
+        self._notify()
+
+    async def _reply(self, ask: PlaceRequest, deadline: Deadline) -> AttachReply | None:
+        assert self._head is not None
+        attach = Attach(self._head.key, self._endpoint.me, ask.lead, self.search.known_since, self.rests)
+        try:
+            async with self._endpoint.open(ask.voter, ATTACH, deadline) as stream:
+                await stream.send(attach)
+                reply = wire.expect(await stream.receive(REPLY_BYTES), AttachReply)
+                if reply.key != attach.key:
+                    raise BadPayload("answers a request of another round")
+                return reply
+        except (PeerError, BadPayload):  # `counting` has named the peer
+            return None
+
+    async def _on_attach(self, stream: Stream, attach: Attach) -> None:
+        reply = self.book.take(attach, self._lineage_of)
+        self._notify()
+        await stream.send(reply)
+
+    def standing_by(self, live: set[Member]) -> tuple[PeerId, ...]:
+        """The associates of other leads that this voter stands by for, and whose leads it takes for lost."""
+        here = {member.peer for member in live}
+        return tuple(member.peer for member, lead in self.book.stands_by().items() if lead not in here)
+
+    def _notify(self) -> None:
+        self._events += 1
+        self.changed.notify()

@@ -1,0 +1,276 @@
+"""Places in clusters: who gets one, when it ends, and how an associate finds another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from protocols.base import Member, PeerId, RoundKey
+from protocols.butterfly import attachment, clusters
+from protocols.butterfly.attachment import Attach, AttachReply, ClusterBook, LeadSearch, PlaceRequest
+from protocols.butterfly.clusters import CLUSTER_ROOM, LITTLE_ROOM
+
+VOTERS = tuple(Member(f"v{index}") for index in range(5))
+LEAD = VOTERS[0]
+ME = Member("associate")
+OTHERS = ("p", "s", *(f"p{index}" for index in range(100)))
+"""Peers that were there before the voter was."""
+
+
+def lineage(round: int) -> bytes:
+    return round.to_bytes(32, "big")
+
+
+def key(round: int) -> RoundKey:
+    return RoundKey(bytes(32), "run", lineage(round), round)
+
+
+def book(round: int = 5, live: Sequence[PeerId] = OTHERS) -> ClusterBook:
+    made = ClusterBook(LEAD)
+    made.begin(key(0), VOTERS, (*VOTERS, *map(Member, live)))
+    made.begin(key(round), VOTERS, VOTERS)
+    return made
+
+
+def ask(peer: str, round: int = 5, lead: Member = LEAD, since: int = 0, incarnation: int = 0) -> Attach:
+    return Attach(key(round), Member(peer, incarnation), lead.peer, since, False)
+
+
+def accepts(where: ClusterBook, attach: Attach) -> bool:
+    return where.take(attach, lineage).accepted
+
+
+def fill(where: ClusterBook, places: int) -> None:
+    for peer in OTHERS[:places]:
+        assert accepts(where, ask(peer))
+
+
+# -- the book ---------------------------------------------------------------------------------------------------------
+
+
+def test_last_places_are_for_those_that_rank_lead_first() -> None:
+    full, peers = book(), [voter.peer for voter in VOTERS]
+    fill(full, CLUSTER_ROOM - LITTLE_ROOM)
+    for peer in OTHERS[CLUSTER_ROOM:]:
+        if len(full.associates()) == CLUSTER_ROOM:
+            break
+        seed = clusters.seed_round(peer, 5, 0)
+        assert seed is not None
+        ranked = clusters.lead_order(lineage(seed), peer, peers)[: clusters.FIRST_CHOICES]
+        assert accepts(full, ask(peer)) == (LEAD.peer in ranked)
+    assert not accepts(full, ask(OTHERS[-1]))
+    renewed = full.associates()[0].peer
+    assert full.take(ask(renewed), lineage) == AttachReply(key(5), True, CLUSTER_ROOM, 0), "it has a place"
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        replace(ask("p"), key=replace(key(5), lineage=bytes(31) + b"?")),  # on another branch
+        ask("p", round=7),  # further than this voter can judge
+        ask("v3"),
+        ask("v3", incarnation=1),  # a restarted voter, whose place in the roster is not free
+        ask("p", lead=Member("nobody")),  # would stand by for one that does not vote
+        ask("p", since=5),  # its order is not drawn yet
+    ],
+    ids=lambda attach: f"{attach.sender} at {attach.key.round} with {attach.lead}",
+)
+def test_unfounded_request_gets_no_place(attach: Attach) -> None:
+    assert not accepts(book(), attach)
+
+
+def test_id_made_to_fit_a_known_lineage_is_refused() -> None:
+    """A voter that first met a peer in this round believes no earlier acquaintance."""
+    here = book(round=70, live=())
+    claim = ask("p", round=70, since=3)
+    assert here.take(claim, lineage) == AttachReply(key(70), False, 0, 70)
+    here.begin(key(71), VOTERS, VOTERS)
+    assert not accepts(here, ask("p", round=71, since=3)) and accepts(here, ask("p", round=71, since=70))
+
+
+def test_voter_believes_peers_that_were_there_before_it() -> None:
+    here = ClusterBook(LEAD)
+    here.begin(key(70), VOTERS, (*VOTERS, Member("p")))
+    assert accepts(here, ask("p", round=70, since=3))
+
+
+def test_place_ends_with_life_epoch_and_sides() -> None:
+    for change in ("death", "restart", "epoch", "admitted", "evicted", "left", "idle"):
+        here = book()
+        assert accepts(here, ask("p")) and accepts(here, replace(ask("s"), lead=VOTERS[1].peer))
+        here.offered(Member("p"))
+        begins = clusters.epoch_end("p", 5)
+        match change:
+            case "death":
+                here.lose({*VOTERS, Member("s")})
+            case "restart":
+                here.lose({*VOTERS, Member("p", 1)})
+            case "epoch":
+                for round in range(6, begins + 3):
+                    assert here.associates() == (Member("p"),), round
+                    here.offered(Member("p"))
+                    here.begin(key(round), VOTERS, VOTERS)
+            case "admitted":
+                here.begin(key(6), (*VOTERS, Member("p", 1)), VOTERS)
+            case "evicted":
+                here.begin(key(6), VOTERS[1:], VOTERS)
+                assert not accepts(here, ask("p", round=6)), "it has no cluster any more"
+            case "left":
+                here.take(replace(ask("p"), lead=""), lineage)
+            case "idle":
+                here.begin(key(5 + attachment.IDLE_ROUNDS + 1), VOTERS, VOTERS)
+        assert here.associates() == () and not here.offered(Member("p")), change
+
+
+def test_standby_place_replaces_the_one_in_the_cluster() -> None:
+    here = book()
+    assert accepts(here, ask("p")) and accepts(here, ask("p", lead=VOTERS[1]))
+    assert here.associates() == () and here.stands_by() == {Member("p"): VOTERS[1].peer}
+    here.begin(key(6), (LEAD, *VOTERS[2:]), VOTERS)
+    assert here.stands_by() == {}, "the lead left the roster"
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+def begun(round: int = 0, roster: tuple[Member, ...] = VOTERS) -> LeadSearch:
+    search = LeadSearch(ME)
+    search.begin(key(0), roster, len(VOTERS), lineage)
+    if round:
+        search.begin(key(round), roster, len(VOTERS), lineage)
+    return search
+
+
+def order(round: int) -> tuple[PeerId, ...]:
+    return clusters.lead_order(lineage(round), ME.peer, [voter.peer for voter in VOTERS])
+
+
+def answer(search: LeadSearch, asked: PlaceRequest, accepted: bool = True, fill: int = 3, since: int = 0) -> None:
+    search.answered(asked, Member(asked.voter), AttachReply(key(0), accepted, fill, since))
+
+
+def attached(round: int = 1) -> LeadSearch:
+    search = begun(round)
+    for each in search.due(0.0):
+        answer(search, each)
+    (standby,) = search.due(0.0)
+    answer(search, standby)
+    assert search.lead and search.standby and search.due(0.0) == [] and search.wakes_at() == math.inf
+    return search
+
+
+def test_associate_joins_emptier_and_keeps_other_as_standby() -> None:
+    search = begun(1)
+    first, second = order(1)[:2]
+    assert search.due(0.0) == [PlaceRequest(first, first), PlaceRequest(second, second)] and search.due(0.0) == []
+    answer(search, PlaceRequest(first, first), fill=9)
+    assert search.lead is None and search.wakes_at() == math.inf
+    answer(search, PlaceRequest(second, second), fill=8)
+    assert search.lead == Member(second)
+    assert search.due(0.0) == [PlaceRequest(first, second)], "asked to stand by, which gives its place back"
+    answer(search, PlaceRequest(first, second))
+    assert search.standby == Member(first) and search.wanted() == (second, first)
+
+
+def test_first_round_and_free_places_in_roster_ask_nobody() -> None:
+    assert begun().due(0.0) == [], "the order is drawn from the next round on"
+    small = VOTERS[:4]
+    search = begun(1, small)
+    assert search.due(0.0) == [] and search.wakes_at() == math.inf
+    search.begin(key(1), small, len(VOTERS), lineage)
+    assert search.due(0.0) == [], "another attempt at the same round"
+    search.begin(key(2), small, len(VOTERS), lineage)
+    assert len(search.due(0.0)) == 2, "two records have not admitted it"
+
+
+def test_refused_by_all_asks_again_after_growing_pauses() -> None:
+    search, now, asked, pauses = begun(1), 0.0, list[PeerId](), list[float]()
+    while len(pauses) < 8:
+        for each in search.due(now):
+            if each.lead:
+                asked.append(each.voter)
+                answer(search, each, accepted=False) if len(asked) % 2 else search.failed(each)
+        if not search._asked and search.wakes_at() > now:
+            pauses.append(search.wakes_at() - now)
+            now = search.wakes_at()
+    assert asked[:10] == [*order(1), *order(1)][:10]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+@pytest.mark.parametrize("how", ["death", "restart", "evicted", "says so"])
+def test_lost_lead_is_replaced_at_once(how: str) -> None:
+    search = attached()
+    lead, standby = search.lead, search.standby
+    assert lead and standby
+    others = {voter for voter in VOTERS if voter != lead}
+    match how:
+        case "death":
+            search.see(others)
+        case "restart":
+            search.see({*others, replace(lead, incarnation=1)})
+        case "evicted":
+            search.begin(key(2), tuple(sorted(others)), 4, lineage)
+        case "says so":
+            search.refused_by(standby.peer)
+            assert search.lead == lead, "only its lead can send it away"
+            search.refused_by(lead.peer)
+    assert search.lead is None and search.standby == standby
+    asks = search.due(0.0)
+    assert asks[0].voter == asks[0].lead != lead.peer, "another voter is asked to lead"
+    assert PlaceRequest(lead.peer, "") in asks, "it may have the place still"
+
+
+def test_next_epoch_keeps_lead_until_another_takes_it() -> None:
+    search = attached()
+    before = search.lead
+    assert before
+    begins = clusters.epoch_end(ME.peer, 1)
+    search.begin(key(begins), VOTERS, len(VOTERS), lineage)
+    asks = search.due(0.0)
+    asks = [each for each in asks if each.lead]
+    assert [each.voter for each in asks] == list(order(begins)[:2]) and search.lead == before
+    for each in asks:
+        answer(search, each)
+    assert search.lead and search.lead.peer == order(begins)[0]
+
+
+def test_lead_that_refuses_the_next_epoch_is_left() -> None:
+    search = attached()
+    begins = clusters.epoch_end(ME.peer, 1)
+    for round in range(begins, begins + attachment.GRACE_ROUNDS):
+        search.begin(key(round), VOTERS, len(VOTERS), lineage)
+        assert search.lead
+    search.begin(key(begins + attachment.GRACE_ROUNDS), VOTERS, len(VOTERS), lineage)
+    assert search.lead is None, "its place has ended there"
+
+
+def test_late_answer_gives_the_place_back() -> None:
+    search = begun(1)
+    first, second = search.due(0.0)
+    search.failed(first)
+    answer(search, second)
+    search.due(0.0)
+    answer(search, first)
+    assert search.lead == Member(second.voter)
+    answer(search, PlaceRequest(first.voter, second.voter), accepted=False)
+    assert PlaceRequest(first.voter, "") in search.due(0.0)
+
+
+def test_lying_voter_delays_a_newcomer_by_few_rounds() -> None:
+    search = begun(1)
+    for round in range(1, 12):
+        search.begin(key(round), VOTERS, len(VOTERS), lineage)
+        for each in search.due(100.0 * round):
+            answer(search, each, accepted=False, since=round)
+    assert search.known_since == attachment.MEETING_ROUNDS
+
+
+def test_admitted_associate_gives_its_places_up() -> None:
+    search = attached()
+    lead, standby = search.lead, search.standby
+    search.begin(key(2), (*VOTERS, ME), len(VOTERS), lineage)
+    assert lead and standby
+    assert search.due(0.0) == [PlaceRequest(lead.peer, ""), PlaceRequest(standby.peer, "")] and search.wanted() == ()
