@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
 ROUND_LIMIT_FLOOR_SECONDS = 60.0
+ROUNDS_LEARNED = 4  # The limit is a multiple of the longest of these: a round may be short because a peer left in it
 FIRST_STEP_SECONDS = 2.0
 """Time that a leaving peer without any work waits for its first step, which it then contributes."""
 CATCH_UP_SECONDS = 120.0
@@ -93,6 +95,7 @@ class OuterLoop(ABC):
         self._may_leave_without_work = False
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
+        self._round_seconds: deque[float] = deque(maxlen=ROUNDS_LEARNED)
         self._trained = TrainingDelta()
         self._said_capped = False
 
@@ -172,13 +175,16 @@ class OuterLoop(ABC):
 
     # -- leaving and pausing ------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Offer the work so far as final: this peer leaves when the round is over."""
+    def leave(self, first_step_seconds: float = FIRST_STEP_SECONDS) -> None:
+        """Offer the work so far as final: this peer leaves when the round is over.
+
+        Without any work, it first waits so long for its first step. A round in which nobody has any is skipped.
+        """
         self.leaving = True
         self._may_leave_without_work |= self.activity.pauses  # there will be no first step
         self._offer_again()
         self.activity.wake()
-        asyncio.get_running_loop().call_later(FIRST_STEP_SECONDS, self._leave_with_nothing)
+        asyncio.get_running_loop().call_later(first_step_seconds, self._leave_with_nothing)
 
     def _leave_with_nothing(self) -> None:
         self._may_leave_without_work = True
@@ -263,7 +269,8 @@ class OuterLoop(ABC):
         return replace(work, state_root=state_root)
 
     def _learn_limit(self, watch: LapTimer) -> None:
-        self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
+        self._round_seconds.append(watch.total())
+        self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * max(self._round_seconds))
 
     def _report_catch_up(
         self, head: Head, sync: SyncServiceBase[Any], watch: LapTimer, *, caught_up: bool, finite: bool = True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from node.membership.membership import Membership
 from node.membership.peer_record import PeerRecord
-from node.outer.outer_loop import OuterLoop
+from node.outer.outer_loop import FIRST_STEP_SECONDS, OuterLoop
 from node.reporting.event_feed import EventFeed
 from node.reporting.report import RoundEvaluation, RoundReport
 from node.session.status_tracker import StatusTracker
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # only runs with stages load its code
 log = logging.getLogger(__name__)
 
 MOVE_SECONDS = 60.0  # The same as `FINISH_SECONDS` for a peer that moves to another stage: its process stays
+MOVE_FIRST_STEP_SECONDS = 30.0  # A mover is in no hurry: its first step counts, and the round is not skipped for it
 FINISH_SECONDS = 7.0
 """Time that a peer has to finish its round after it was asked to leave. It then leaves without the round."""
 OBSERVER_SECONDS = 1.0  # The same for a peer outside the roster, which only has to say goodbye
@@ -108,7 +109,7 @@ class PeerSession:
         else:
             self._status_tracker.set_state("moving", f"to stage {to_stage}: finishing the round of stage {self._stage}")
         self._membership.goodbye()
-        self._outer_loop.leave()
+        self._outer_loop.leave(FIRST_STEP_SECONDS if to_stage is None else MOVE_FIRST_STEP_SECONDS)
 
     async def run(self) -> None:
         self._sync.complain_to(self._view.say)

@@ -5,10 +5,13 @@ Each story is judged by the checkers of rounds and of microbatches (`PipelineRun
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from protocols.base import PeerId
 from tests.sim.pipeline_runner import MovingRunner
+from tests.sim.scenario_runner import ScenarioSetup
 from tests.support.long import long
 from tests.support.simulated import simulated
 
@@ -39,3 +42,15 @@ async def test_moved_peer_contributes_there_and_back(run: MovingRunner) -> None:
 async def test_mover_killed_at_a_message_comes_back(run: MovingRunner, number: int) -> None:
     """In one of both stages, whose peers train on. `python -m tests.sim.moving` plays all messages."""
     assert await run.killed_in_move("p3", 0, number)
+
+
+@pytest.mark.parametrize("stage", (0, 1))
+@simulated(MovingRunner, (0, 0, 1, 1), ScenarioSetup(4, inner_steps=6, pace_seconds=4.0))
+async def test_move_in_everybodys_first_step_skips_no_round(run: MovingRunner, stage: int) -> None:
+    await run.rounds(2)
+    await asyncio.sleep(0.2)
+    mover, began = run.of_stage(stage)[1], run.now
+    run.move(mover, 1 - stage)
+    await run.until(lambda: run.stage(mover) == 1 - stage, 60.0, "the switch")
+    await run.rounds(2)
+    assert all(set(run.outcomes(peer, began)) <= {"committed", "alone"} for peer in run.peers if peer != mover)

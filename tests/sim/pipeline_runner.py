@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from node.session.peer_session import MOVE_FIRST_STEP_SECONDS
 from protocols.base import Member, PeerId
 from protocols.pipeline.settings import PipelineEvent
 from tests.sim.pipeline_world import PipelineWorld
@@ -91,7 +92,8 @@ class MovingRunner(PipelineRunner):
         donor = next(each for each in self.of_stage(stage) if each in self.alive())
         self._other_disks[peer, stage] = self.disks[donor]
         self._moving[peer] = stage
-        self.leave(peer)
+        with self.network.nodes[peer].process.entered():
+            self.replicas[peer].leave(MOVE_FIRST_STEP_SECONDS)
 
     def _start(self, peer: PeerId) -> asyncio.Task[None]:
         self._stages[self.network.nodes[peer].member] = self.stage(peer)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.outer.outer_loop import FIRST_ROUND_LIMIT_SECONDS
+from node.outer.outer_loop import FIRST_ROUND_LIMIT_SECONDS, ROUNDS_LEARNED
 from protocols.base import AveragingResult, Contribution, LocalProgress, Outcome, RoundKey
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind
@@ -264,7 +264,8 @@ def test_diverged_peer_offers_nothing_and_restarts(step_size: float) -> None:
 # -- limits, failures -------------------------------------------------------------------------------------------------
 
 
-def test_time_limit_follows_committed_rounds_only() -> None:
+def test_time_limit_follows_the_longest_of_the_last_committed_rounds() -> None:
+    """A short one among them may have ended early for a peer that left."""
     peer, _ = play_rounds(
         committed(cut_seconds=10.0, mean_seconds=2.0),
         lost(cut_seconds=100.0, mean_seconds=20.0),
@@ -272,10 +273,11 @@ def test_time_limit_follows_committed_rounds_only() -> None:
         lost(Outcome.SUPERSEDED, cut_seconds=100.0),
         committed(cut_seconds=2.0, mean_seconds=1.0),
         committed(cut_seconds=20.0, mean_seconds=1.0),
+        *(committed(cut_seconds=4.0, mean_seconds=1.0) for _ in range(ROUNDS_LEARNED)),
         committed(),
     )
     limits = [seen.limit_seconds for seen in peer.seen]
-    assert limits == pytest.approx([FIRST_ROUND_LIMIT_SECONDS, 120, 120, 120, 120, 60, 210], rel=1e-3)
+    assert limits == pytest.approx([FIRST_ROUND_LIMIT_SECONDS, *(5 * [120]), *(ROUNDS_LEARNED * [210]), 60], rel=1e-3)
 
 
 def test_trainer_failure_propagates_and_closes_the_round() -> None:
