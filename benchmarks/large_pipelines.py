@@ -30,6 +30,7 @@ from unittest import mock
 
 from benchmarks.pipeline import MeasuredWorld, played, scenario_of
 from benchmarks.planning import numbers
+from node.membership.handshake import TEAM_PULSES
 from node.membership.hello import UNPLACED, Heartbeat, StageTeam
 from node.membership.watching import Known, Lot, choose, roster_role, stage_role
 from protocols.base import PeerId
@@ -169,9 +170,10 @@ def watch(peers: int, stages: int) -> dict[str, float]:
                        for is_driver in (True, False))  # fmt: skip
     team = (StageTeam(32, 50.0),) if min(watched) < peers - 1 else ()
     place = (replace(UNPLACED, member=True, arrived=1000),)
-    size = len(encode(Heartbeat(10**5, 1.8e9, 1000, False, b"", 1000, 2.5, 0, place, (), team)))
+    sizes = [len(encode(Heartbeat(10**5, 1.8e9, 1000, False, b"", 1000, 2.5, 0, place, (), told)))
+             for told in (team, *(TEAM_PULSES - 1) * [()])]  # fmt: skip
     return {"watched": max(watched), "mean": fmean(drivers + others), "driver": max(drivers), "other": max(others),
-            "messages": 4 * fmean(watched), "bytes": 2 * fmean(watched) * size}  # fmt: skip
+            "messages": 4 * fmean(watched), "bytes": 2 * fmean(watched) * fmean(sizes)}  # fmt: skip
 
 
 def print_watch(sizes: Sequence[tuple[int, int]]) -> None:

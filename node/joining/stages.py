@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 RESERVED_SECONDS = 60.0  # a peer that was assigned a stage counts there for so long, although it is not live yet
 MAX_RESERVED = 256
+TEAM_FRESH_SECONDS = 15.0  # for so long it counts what a peer has said of its stage
 INTENT_SECONDS = 300.0
 RELAY_SECONDS = 10.0
 FOUNDER_SECONDS = 30.0
@@ -223,6 +224,7 @@ def placements(
         return PlacedPeer(peer, stage, said.rate, place.pinned, works, moving, place.holds, place.arrived)
 
     latest, pulse, mine = loop_time() - INTENT_SECONDS, membership.pulse(), membership.stage_of(me)
+    fresh = loop_time() - TEAM_FRESH_SECONDS
     found = {peer: PlacedPeer(peer, stage) for peer, stage in reserved.items()}
     for each in membership.contacts():
         moving = each.moving if each.moving_since > latest else None
@@ -234,8 +236,8 @@ def placements(
         found[me] = placed(me, mine, pulse, None if goes in (STAYS, mine) else goes)
     peers, contacts = list(found.values()), membership.contacts() if whole else ()
     for stage in {*range(seats.stages)} - {mine}:
-        teams = [(team.peers, team.rate) for each in contacts if each.live and each.stage == stage
-                 for team in each.said.team]  # fmt: skip
+        teams = [(each.team.peers, each.team.rate) for each in contacts
+                 if each.live and each.stage == stage and each.team and each.team_at > fresh]  # fmt: skip
         peers += unseen(stage, peers, teams)
     return Placements(seats.run, now, seats.costs, tuple(peers))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from protocols.base import BadPayload, Clock, Member, PeerGone, PeerId, Signer, 
 
 CROWDED_SECONDS = 15.0  # a peer that has no room for another watcher is left alone for this long
 IDLE_SECONDS = 60.0  # the peer stops serving a watcher that sends no heartbeat for this long
+TEAM_PULSES = 4
+"""Of so many heartbeats on a stream, the first says what works in the sender's stage: that changes slowly."""
 GAP_SECONDS = 0.05
 """Least pause between two answers to one peer. Heartbeats that come faster wait, which slows down their sender."""
 QUICK_SECONDS = 2.0
@@ -102,12 +105,13 @@ class HandshakeProtocol:
     def _is_signed(self, hello: Hello) -> bool:
         return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
-    def pulse(self, number: int) -> Heartbeat:
+    def pulse(self, number: int, sent: int = 0) -> Heartbeat:
+        """The next heartbeat to one peer, to which so many were sent before."""
         stage, wall, round_number = self._local.stage, self._clock.wall(), self._local.round()
         rounds, rate, placement = (stage.rounds, stage.rate, (stage.placed(),)) if stage else (0, 0.0, ())
         idle = self.activity.value
         seats = stage.seats.shown() if stage else ()
-        team = (stage.team,) if stage and stage.team else ()
+        team = (stage.team,) if stage and stage.team and sent % TEAM_PULSES == 0 else ()
         leaving, sketch = self.leaving, self.sketch
         return Heartbeat(number, wall, round_number, leaving, sketch, rounds, rate, idle, placement, seats, team)
 
@@ -143,10 +147,10 @@ class HandshakeProtocol:
         sent: dict[int, float] = {}
 
         async def send() -> None:
-            while True:
+            for before in itertools.count():
                 self._number += 1
                 sent[self._number] = asyncio.get_running_loop().time()
-                await stream.send(self.pulse(self._number))
+                await stream.send(self.pulse(self._number, before))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PULSE_SECONDS):
                         await contact.hurry.wait()
@@ -182,7 +186,7 @@ class HandshakeProtocol:
         """Answer heartbeats until the watcher leaves, another process of the same peer completes a handshake, or this
         peer has too many watchers: `answers`, called at each heartbeat, returns whether to answer it.
         """
-        while True:
+        for before in itertools.count():
             async with peer_timeout(IDLE_SECONDS, contact.peer, "it sends pulses"):
                 pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat)
             if contact.hello is None:
@@ -193,5 +197,5 @@ class HandshakeProtocol:
                 return await stream.send(Crowded())
             self._take(contact, pulse)
             contact.called()
-            await stream.send(self.pulse(pulse.number))
+            await stream.send(self.pulse(pulse.number, before))
             await asyncio.sleep(GAP_SECONDS)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from node.membership.failure_detector import FailureDetector
-from node.membership.hello import STAYS, UNPLACED, Heartbeat, Hello, Placement, StageSeat, sound
+from node.membership.hello import STAYS, UNPLACED, Heartbeat, Hello, Placement, StageSeat, StageTeam, sound
 from node.outer.activity import Activity
 from protocols.base import Member, PeerId
 
@@ -37,6 +37,8 @@ class PeerRecord:
     lost_at: float = 0.0  # when it was live for the last time; of a live one, since when it is
     why: str = "not tried yet"
     said: Heartbeat = NOTHING_SAID
+    team: StageTeam | None = None  # what it said last of its stage; not in each heartbeat
+    team_at: float = -math.inf  # when it said so
     moving_since: float = 0.0  # when it said for the first time that it moves to the stage of `moving`
     echoed: Heartbeat = NOTHING_SAID  # its latest answer to a heartbeat of this peer
     answered_at: float = -math.inf  # when this peer sent that heartbeat
@@ -101,6 +103,8 @@ class PeerRecord:
         before, self.said = self.placement.moving, pulse
         if self.placement.moving != before:
             self.moving_since = now
+        for team in pulse.team:
+            self.team, self.team_at = team, now
 
     def pause_seconds(self, wanted: bool) -> float:
         limit = WANTED_PAUSE_SECONDS if wanted else UNWANTED_PAUSE_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
@@ -231,15 +232,19 @@ async def test_joiner_of_a_large_run_is_placed_by_what_peers_say_of_their_stages
         await founder.stage(f"first of {stage}", stage)
         for number in range(3):
             founder.meet(f"{stage}/{number}", stage, 2.0)
-            founder.here[-1].said = replace(founder.here[-1].said, team=(team,))
+            founder.here[-1].team, founder.here[-1].team_at = team, math.inf
     for number in range(32):
         founder.meet(f"0/{number}", 0, 2.0)
     founder.has_begun = True
     await asyncio.sleep(70.0)
     assert await founder.stage("a") == 2, "40 peers there compute less than 20 of stage 1"
     await asyncio.sleep(70.0)
-    founder.here[3].said = replace(founder.here[3].said, team=(StageTeam(64, 1e9),))
+    founder.here[3].team = StageTeam(64, 1e9)
     assert await founder.stage("b") == 2
+    await asyncio.sleep(70.0)
+    for each in founder.here[:3]:
+        each.team_at = loop_time() - 20.0
+    assert await founder.stage("c") == 1, "what its peers have said is old: the three that are seen count"
 
 
 def signer(name: str) -> Seats:

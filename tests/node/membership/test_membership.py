@@ -172,7 +172,8 @@ async def test_stages_rounds_and_rates_reach_the_others(swarm: MembershipSwarm) 
     await until(lambda: b.rounds_of("a") == c.rounds_of("a") == 7, 0.2)
     await until(lambda: swarm.contacts("a")["b"].said.rate == 12.5, 2.0)
     assert a.rounds_of("a") == 7 and b.rounds_of("nobody") == 0
-    assert swarm.contacts("a")["b"].said.team == (StageTeam(20, 50.0),) and not swarm.contacts("a")["c"].said.team
+    await until(lambda: swarm.contacts("a")["b"].team == StageTeam(20, 50.0), 4.0)
+    assert swarm.contacts("a")["c"].team is None
     said, since = swarm.contacts("a")["b"], swarm.contacts("a")["b"].moving_since
     assert (said.moving, said.placement.arrived) == (1, 6)
     await asyncio.sleep(2.0)
