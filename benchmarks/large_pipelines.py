@@ -3,6 +3,7 @@
     python -m benchmarks.large_pipelines [--peers 64,256,512] [--stages 4,8,16] [--json FILE]
     python -m benchmarks.large_pipelines reach
     python -m benchmarks.large_pipelines watch [--peers 64,256,512] [--stages 4,8,16]
+    python -m benchmarks.large_pipelines place [--peers 64,256,512] [--stages 4,8,16]
 
 As many peers in each stage, of speeds 1 to 4, in the simulator, between two rounds: B = 8, A = 8, links of 50 ms; a
 replica of speed 1 takes two seconds for a microbatch. `all` is the same with drivers that use all replicas of each
@@ -14,30 +15,42 @@ capacity can be used if all drivers are as fast as their own stage allows? The l
 `watch` plays nothing either: whom each peer watches, by `node.membership.watching`, if it knows all others and all are
 in the rosters of their stages. A peer sends each that it watches a heartbeat a second, and gets an echo. Bytes are
 those of headers.
+
+`place` asks a founder that sees all others for the stage of 20 newcomers, one after another, and times its answers. A
+newcomer asks one peer, so the ways between the two come on top. The founder's membership is a stand-in.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from benchmarks.pipeline import MeasuredWorld, played, scenario_of
 from benchmarks.planning import numbers
+from node.joining.stages import StageAssigner
 from node.membership.handshake import TEAM_PULSES
-from node.membership.hello import UNPLACED, Heartbeat, StageTeam
+from node.membership.hello import ANY_STAGE, UNPLACED, VERSION, Heartbeat, Hello, StageReply, StageTeam, WantStage
+from node.membership.peer_record import NOTHING_SAID, PeerRecord
+from node.membership.seats import Seats
 from node.membership.watching import Known, Lot, choose, roster_role, stage_role
-from protocols.base import PeerId
+from protocols.base import Member, PeerId
 from protocols.pipeline import fan_out
 from protocols.wire import encode
 from tests.sim.arguments import Parser
 from tests.sim.faults import Faults
+from tests.sim.host import SimSigner
 from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
 
@@ -45,6 +58,7 @@ BATCHES, LOOKAHEAD = 8, 8
 SPEEDS, MICROBATCH_SECONDS = (1.0, 2.0, 3.0, 4.0), 2.0
 WARM_SECONDS, SECONDS = 40.0, 100.0
 REACHED = 32  # drivers, and replicas, of `reach`
+NEWCOMERS = 20  # of `place`
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +198,48 @@ def print_watch(sizes: Sequence[tuple[int, int]]) -> None:
         print(f"| {peers}, {stages} | " + " | ".join(f"{each:.0f}" for each in found.values()) + " |", flush=True)
 
 
+async def place(peers: int, stages: int) -> tuple[float, float]:
+    """Seconds in which a founder answers a newcomer: median, and longest."""
+    me, rng = Member("founder"), random.Random(f"place/{peers}")
+    manifest: Any = SimpleNamespace(stages=(None,) * stages, costs=(1.0,) * stages, run_id=bytes(32).hex(), founder=me)
+    seats = Seats(manifest, SimSigner(me.peer, 0))
+    for stage in range(stages):
+        seats.add([seats.make(stage, me if stage == 0 else Member(f"first of {stage}"), None)])
+    here: dict[PeerId, PeerRecord] = {}
+    for index in range(1, peers):
+        member, stage = Member(f"peer {index}"), index % stages
+        hello = Hello(VERSION, bytes(32), member, 1, "", (), stage, seats.line(stage), b"")
+        team = StageTeam(peers // stages, fmean(SPEEDS) * (peers // stages))
+        said = replace(NOTHING_SAID, rate=rng.choice(SPEEDS))
+        here[member.peer] = PeerRecord(member.peer, (), hello, live=True, said=said, team=team, team_at=math.inf)
+    membership: Any = SimpleNamespace(
+        contacts=lambda: tuple(here.values()), contact=here.get, stage_of=lambda peer: 0, pulse=lambda: NOTHING_SAID
+    )
+    transport: Any = None  # the founder asks no other peer
+
+    async def keep(seats: object) -> None:
+        raise AssertionError("no stage lacks its first member")
+
+    assigner = StageAssigner(me, seats, membership, transport, keep=keep, has_begun=lambda: True)
+    times = []
+    for index in range(NEWCOMERS):
+        newcomer, began = Member(f"newcomer {index}"), perf_counter()
+        answer = await assigner.assign(newcomer.peer, WantStage(VERSION, newcomer, ANY_STAGE))
+        times.append(perf_counter() - began)
+        assert isinstance(answer, StageReply)
+    return median(times), max(times)
+
+
+def print_places(sizes: Sequence[tuple[int, int]]) -> None:
+    print("| peers, stages | an answer: median, ms | longest |\n|---|---|---|")
+    for peers, stages in sizes:
+        found, longest = asyncio.run(place(peers, stages))
+        print(f"| {peers}, {stages} | {1e3 * found:.0f} | {1e3 * longest:.0f} |", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.large_pipelines", description="Pipelines of many peers.")
-    parser.add_argument("experiment", nargs="?", choices=("play", "reach", "watch"), default="play")
+    parser.add_argument("experiment", nargs="?", choices=("play", "reach", "watch", "place"), default="play")
     parser.add_argument("--peers", type=numbers, default=[64, 256, 512])
     parser.add_argument("--stages", type=numbers, default=[4, 8, 16], help="of each of these swarms")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -198,8 +251,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.experiment == "reach":
         print_reach()
         return 0
-    if options.experiment == "watch":
-        print_watch(list(zip(options.peers, options.stages, strict=True)))
+    if options.experiment in ("watch", "place"):
+        show = print_watch if options.experiment == "watch" else print_places
+        show(list(zip(options.peers, options.stages, strict=True)))
         return 0
     prepare()
     found = []
