@@ -165,6 +165,9 @@ class AveragingResult:
     bytes_sent: int = 0  # of this round, headers and control messages included
     bytes_received: int = 0
     capped: Mapping[PeerId, int] = field(default_factory=dict)  # members with less weight than tokens -> their tokens
+    # of a mean of clusters: lead -> how much of its cluster's work counts, of all its members' chunks. `contributions`
+    # names the members of this peer's own cluster only
+    clusters: Mapping[PeerId, Contribution] = field(default_factory=dict)
     seconds_moving: float = math.nan  # in which data moved, of the time that `average` took; not known if NaN
 
     @property
@@ -206,6 +209,7 @@ class Settings:
     overlaps: bool = False  # training continues while a round averages; equal at all peers of a run
     least_members: Callable[[], int] = lambda: 1  # a lone member that rests admits others once they are so many with it
     awaits_backup: Callable[[], bool] = lambda: False  # while true, peers without a vote do not fork
+    clusters: bool = False  # whether work of peers outside the roster counts, through members; equal at all peers
     schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 
     def upload_bandwidth(self) -> float:

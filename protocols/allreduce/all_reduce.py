@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper, task_group
-from protocols.allreduce.clustered_plan import Pace, ResolvedClusters
+from protocols.allreduce.clustered_plan import ContributePartial, Pace, RoundPlan
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import SCATTER_SHARE, ResolvedPlan
 from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Settings, Stream, Vector
@@ -104,11 +104,18 @@ class AllReduce:
         """Peers that contributed nothing in time to the parts reduced here, or gave no answer as reducers."""
         return {peer for peer, why in self._lost.items() if why.startswith(("silent", "late"))}
 
+    @property
+    def guests(self) -> Collection[PeerId]:
+        """Peers outside the plan, whose work others send here."""
+        return ()
+
     def _on_chunk(self) -> None:
         self.moved = loop_time()
         self._progress()
 
-    def assign(self, resolved: ResolvedPlan) -> None:
+    def assign(self, resolved: RoundPlan) -> None:
+        """Take a later version of the plan, in which parts have other reducers."""
+        assert isinstance(resolved, ResolvedPlan)
         if resolved is not self.task.resolved:
             answer_by = loop_time() + self.task.patience_seconds
             self.task = replace(self.task, resolved=resolved, silent=max(self.task.silent, answer_by))
@@ -229,8 +236,10 @@ class AllReduce:
         self.parts.clear()
         self._reducers.clear()
 
-    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute | ContributePartial) -> None:
         """Serve a member's data stream. Raises PeerSilent if this member does not reduce the part."""
+        if isinstance(opening, ContributePartial):
+            raise BadPayload("the work of a cluster, in a round without clusters")
         self._check_codec(opening.codec)
         deadline = min(stream.deadline, self.task.deadline)
         if not await self._notifier.reached(lambda: opening.part in self._reducers, deadline):
@@ -281,7 +290,7 @@ class Reducer:
         self._began = loop_time()
         self._enough_seconds: dict[int, float] = {}  # chunk -> when enough members had sent it, for `pace`
 
-    def _contributors(self) -> tuple[ResolvedPlan | ResolvedClusters, PeerId | None]:
+    def _contributors(self) -> tuple[RoundPlan, PeerId | None]:
         """The plan of those that contribute, and which of them is this peer."""
         return self.task.resolved, self.task.host.me
 

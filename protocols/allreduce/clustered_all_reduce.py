@@ -9,7 +9,7 @@ asks the reducer itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.allreduce import clustered_plan
 from protocols.allreduce.aggregator import Aggregator, PartialReducer, Relay
 from protocols.allreduce.all_reduce import DATA, AllReduce, contribute
-from protocols.allreduce.clustered_plan import ContributePartial, ResolvedClusters
+from protocols.allreduce.clustered_plan import ContributePartial, ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream
@@ -33,7 +33,7 @@ class _Replaced(PeerSilent):
 
 
 class ClusteredAllReduce(AllReduce):
-    """As `AllReduce`, with `DataPhase.clusters`. Plan versions of all clusters come by `reassign`."""
+    """As `AllReduce`, with `DataPhase.clusters`. `assign` takes versions of the plan of all clusters."""
 
     def __init__(
         self,
@@ -54,6 +54,11 @@ class ClusteredAllReduce(AllReduce):
         self._left: set[int] = set()  # parts that no member of the cluster could send
         self._checking = asyncio.Lock()
         self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def guests(self) -> Collection[PeerId]:
+        """The members of the clusters whose partials come here."""
+        return {peer for members in self._known.values() for peer in members.peers}
 
     async def run(self) -> None:
         """Contribute, aggregate and reduce until the deadline, including parts that get another reducer meanwhile."""
@@ -81,11 +86,11 @@ class ClusteredAllReduce(AllReduce):
         held.seal([])
         return held
 
-    def reassign(self, clusters: ResolvedClusters) -> None:
-        """Take a later version of the plan, in which parts have other reducers."""
-        if clusters is not self.clusters:
+    def assign(self, resolved: RoundPlan) -> None:
+        assert isinstance(resolved, ResolvedClusters)
+        if resolved is not self.clusters:
             silent = max(self.task.silent, loop_time() + self.task.patience_seconds)
-            self.clusters, self.task = clusters, replace(self.task, clusters=clusters, silent=silent)
+            self.clusters, self.task = resolved, replace(self.task, clusters=resolved, silent=silent)
             self._notifier.notify()
 
     def lose(self, peer: PeerId, why: str) -> None:
@@ -263,10 +268,14 @@ class ClusteredAllReduce(AllReduce):
         return False
 
     def _overdue(self, began: float) -> Deadline:
-        """When a part that was asked for is overdue: long after other parts came in, which should take as long."""
+        """When a part that was asked for is overdue: long after other parts came in, which should take as long.
+
+        The lead waits half as long. It needs all parts to vote, before their reducers are taken for lost.
+        """
         if not self.parts:
             return self.task.deadline
-        late = max(began, self.finished) + 2 * self.task.resolved.phase_seconds + self.task.patience_seconds
+        seconds = 2 * self.task.resolved.phase_seconds + self.task.patience_seconds
+        late = max(began, self.finished) + (seconds / 2 if self._me == self._lead else seconds)
         return min(self.task.deadline, late)
 
     async def _until_lost(self, peer: PeerId, began: float) -> None:
@@ -282,8 +291,10 @@ class ClusteredAllReduce(AllReduce):
 
     # -- serving ------------------------------------------------------------------------------------------------------
 
-    async def serve(self, peer: PeerId, stream: Stream, opening: Contribute) -> None:
+    async def serve(self, peer: PeerId, stream: Stream, opening: Contribute | ContributePartial) -> None:
         """Serve a member of the cluster: as the part's aggregator, or in place of one that is lost."""
+        if isinstance(opening, ContributePartial):
+            return await self._serve_cluster(peer, stream, opening)
         part = opening.part
         if peer not in self.task.resolved.peers or part >= len(self.clusters.plan.reducers):
             raise BadPayload("not of the cluster, or no part of the plan")
@@ -299,7 +310,7 @@ class ClusteredAllReduce(AllReduce):
             self._begin_relay(part, Relay(self.task, part))
         await self._relays[part].give(stream)
 
-    async def serve_cluster(self, peer: PeerId, stream: Stream, opening: ContributePartial) -> None:
+    async def _serve_cluster(self, peer: PeerId, stream: Stream, opening: ContributePartial) -> None:
         """Serve another cluster's aggregator, or a member in place of one that is lost."""
         if opening.cluster >= len(self.clusters.peers) or opening.part >= len(self.clusters.plan.reducers):
             raise BadPayload("no cluster or no part of the plan")

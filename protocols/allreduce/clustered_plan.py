@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
+from typing import TypeAlias
 
 from protocols.allreduce import plan as planning
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, PlanInputs, ResolvedPlan
@@ -113,6 +114,17 @@ class ClusterPlan(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterVersion(Header):
+    """A lead, or the voter that stands in for it, tells the cluster of a later version of the plan with this digest."""
+
+    key: RoundKey = one(RoundKey)
+    plan: bytes = digest()
+    ballot: int = uint(1 << 20)
+    version: int = uint(1 << 20)
+    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
+
+
+@dataclass(frozen=True, slots=True)
 class ContributePartial(Header):
     """Opens a data stream from a cluster to the reducer of `part`, which sends reduced chunks back. Partials follow,
     unless the sender `relays` only: its cluster's aggregator is lost.
@@ -128,6 +140,7 @@ class ContributePartial(Header):
 
 
 register(220, (OfferToLead, ClusterReady, ClusteredPlan, ClusterPlan, ContributePartial, Partial))
+register(228, (ClusterVersion,))
 
 
 # -- a cluster and its offers -----------------------------------------------------------------------------------------
@@ -271,6 +284,19 @@ class ResolvedClusters:
         return self.inputs.robust
 
     @property
+    def phase_seconds(self) -> float:
+        return planning.phase_seconds(self.plan.budget_seconds)
+
+    @property
+    def uplinks(self) -> tuple[float, ...]:
+        return tuple(cluster.bandwidth for cluster in self.plan.clusters)
+
+    @property
+    def lone(self) -> tuple[PeerId, ...]:
+        """Leads without associates: they send their work to the reducers themselves."""
+        return tuple(cluster.lead.peer for cluster in self.plan.clusters if cluster.size == 1)
+
+    @property
     def members(self) -> int:
         return sum(cluster.size for cluster in self.plan.clusters)
 
@@ -303,6 +329,16 @@ class ResolvedClusters:
         for cluster, (held, may) in enumerate(zip(counts, allowed, strict=True)):
             if held & ~may or (held > 0) != bool(mask >> cluster & 1):
                 raise BadPayload(f"a reduced chunk holds members of cluster {cluster} that are excluded or unknown")
+
+
+RoundPlan: TypeAlias = ResolvedPlan | ResolvedClusters
+
+
+def reassign_parts(plan: Plan | ClusteredPlan, reducers: Mapping[int, int], ballot: int) -> Plan | ClusteredPlan:
+    """The next version of a plan, in which some parts (part -> index of a member or cluster) get other reducers."""
+    version = plan.version + 1 if ballot == plan.ballot else 0
+    given = tuple(reducers.get(part, index) for part, index in enumerate(plan.reducers))
+    return replace(plan, ballot=ballot, version=version, reducers=given)
 
 
 def member_masks(members: bytes) -> list[int]:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -172,7 +172,12 @@ class ResolvedPlan:
     @property
     def phase_seconds(self) -> float:
         """Expected length of the data phase."""
-        return (self.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
+        return phase_seconds(self.plan.budget_seconds)
+
+    @property
+    def uplinks(self) -> tuple[float, ...]:
+        """The bandwidths that `peers` claim, bytes/s."""
+        return tuple(offer.bandwidth for offer in self.plan.offers)
 
     @property
     def capped(self) -> dict[PeerId, int]:
@@ -196,16 +201,14 @@ class ResolvedPlan:
         return max(self.plan.offers[member].norm, CLAIM_SPREAD * self.median_norm) * NORM_SLACK
 
 
+def phase_seconds(budget_seconds: float) -> float:
+    """Expected length of the data phase that has this budget."""
+    return (budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
+
+
 def plan_digest(plan: Plan) -> bytes:
     """Digest of what is averaged and in which parts. It leaves out the reducers, since a part may go to another one."""
     return hashlib.sha256(b"starling plan" + canonical_bytes(replace(plan, ballot=0, version=0, reducers=()))).digest()
-
-
-def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
-    """The next version of a plan, in which some parts (part -> index of a member) get other reducers."""
-    version = plan.version + 1 if ballot == plan.ballot else 0
-    given = tuple(reducers.get(part, index) for part, index in enumerate(plan.reducers))
-    return replace(plan, ballot=ballot, version=version, reducers=given)
 
 
 def resolve_plan(plan: Plan, robust: str = "mean", max_weight: float = MAX_WEIGHT) -> ResolvedPlan:
@@ -263,20 +266,27 @@ COMPLAINT_ROUNDS = 32
 """For how many rounds a failed link is avoided. Then it is tried again, at the cost of one repair."""
 
 
-def complaints(resolved: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
-    """The links to avoid from now on, or to try again next: between a part's reducer and a member of which that part
-    alone holds nothing.
+def complaints(
+    now: int,
+    peers: Sequence[PeerId],
+    parts: Sequence[PartDone],
+    before: Sequence[LinkFault],
+    senders: Collection[PeerId] | None = None,
+) -> tuple[LinkFault, ...]:
+    """The links to avoid after round `now`, or to try again next: between a part's reducer and a member of which that
+    part alone holds nothing. Bit i of a mask stands for `peers[i]`; `senders`: those that send their work themselves,
+    by default all.
 
     Each reducer can accuse only one member in a round, so that a liar cannot keep all others from reducing.
     """
-    now = resolved.plan.key.round
     standing = {(each.first, each.second): each for each in before if each.until > now}
     present = [functools.reduce(operator.or_, (run.mask for run in part.result.runs), 0) for part in parts]
     somewhere = functools.reduce(operator.or_, present, 0)
     for part, masks in zip(parts, present, strict=True):
-        absent = [bit for bit in range(len(resolved.peers)) if somewhere >> bit & 1 and not masks >> bit & 1]
+        absent = [peer for bit, peer in enumerate(peers) if somewhere >> bit & 1 and not masks >> bit & 1]
+        absent = [peer for peer in absent if senders is None or peer in senders]
         if part.result.runs and absent:
-            first, second = sorted((resolved.peers[part.reducer], resolved.peers[absent[0]]))
+            first, second = sorted((peers[part.reducer], absent[0]))
             standing.setdefault((first, second), LinkFault(first, second, now + 1 + COMPLAINT_ROUNDS))
     return tuple(sorted(standing.values()))[:MAX_ROSTER]
 

@@ -13,12 +13,14 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, BandwidthClaim
+from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterPlan, ClusterVersion, ContributePartial
 from protocols.allreduce.parts import PartFormat
 from protocols.base import (
     RUN_SCOPE,
     BadPayload,
     Deadline,
     Head,
+    Header,
     Host,
     PeerId,
     PeerSilent,
@@ -38,8 +40,18 @@ from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint, Session
 from protocols.vectors.codec import codec
 
 CONTROL = "starling/butterfly/control/1"
-RoundMessage = wire.Ready | Resting | wire.Plan | wire.AdmissionRequest | VoteMessage
-ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, Resting, wire.Plan, wire.AdmissionRequest, *MESSAGES)
+PlanMessage = wire.Plan | ClusteredPlan | ClusterPlan | ClusterVersion
+RoundMessage = wire.Ready | Resting | PlanMessage | wire.AdmissionRequest | VoteMessage
+ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (
+    wire.Ready,
+    Resting,
+    wire.Plan,
+    ClusteredPlan,
+    ClusterPlan,
+    ClusterVersion,
+    wire.AdmissionRequest,
+    *MESSAGES,
+)
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16  # messages kept of one peer that is a round ahead, until this peer gets there
 
@@ -53,7 +65,8 @@ class Butterfly:
         on_ahead: Callable[[PeerId], None] = lambda peer: None,
     ) -> None:
         """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch."""
-        self.settings, self._endpoint = settings, ProtocolEndpoint(host, settings)
+        self.settings = settings
+        self._endpoint = ProtocolEndpoint(host, settings, acquaintances=self._acquaintances)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         require_known("robust rule", settings.robust, ROBUST_RULES)
         self._claim = BandwidthClaim(settings)
@@ -70,6 +83,7 @@ class Butterfly:
         self._parked = defaultdict[PeerId, deque[RoundMessage]](lambda: deque(maxlen=PARKED_LIMIT))
         self._endpoint.listen(CONTROL, ROUND_MESSAGES, self._take)
         self._endpoint.serve(DATA, wire.Contribute, self._on_data)
+        self._endpoint.serve(DATA, ContributePartial, self._on_data)
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline, since: float | None = None) -> AsyncIterator[Round]:
@@ -190,7 +204,10 @@ class Butterfly:
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    async def _on_data(self, stream: Stream, opening: wire.Contribute) -> None:
+    def _acquaintances(self, opening: Header) -> Collection[PeerId]:
+        return self._round.cluster.acquaintances(opening) if self._round else ()
+
+    async def _on_data(self, stream: Stream, opening: wire.Contribute | ContributePartial) -> None:
         """Serve a data stream in its round. If that is the next round, wait until this peer enters it."""
         key, here = opening.key, self._round.head.key if self._round else None
 

@@ -18,8 +18,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from protocols.aio import Notifier, loop_time
+from protocols.allreduce import clustered_plan
 from protocols.allreduce import plan as planning
+from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterPlan, ClusterVersion, ResolvedClusters, RoundPlan
+from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, Deadline, Head, Header, LocalProgress, Member, PeerId, RoundKey, Signer
+from protocols.butterfly.own_cluster import OwnCluster
 from protocols.consensus.record import coordinators
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.wire import Offer, Plan, Ready, blob, canonical_bytes, flag, one, register, uint
@@ -114,7 +118,7 @@ class RoundStart:
         change the roster. `lagging`: see `protocols.butterfly.lagging`.
         """
         self.cut = asyncio.Event()
-        self.resolved: planning.ResolvedPlan | None = None  # the latest plan; None before the call
+        self.resolved: RoundPlan | None = None  # the latest plan; None before the call
         self.cut_at = deadline  # when the last member has to send its work
         self._present, self._roster_changes, self._lagging = present, roster_changes, lagging
         self._resting, self._stated = resting, False
@@ -122,6 +126,8 @@ class RoundStart:
         self._signer, self._accounting = endpoint.host.signer, endpoint.accounting
         self._post, self._changed = post, changed
         self._key, self._roster, self._inputs = head.key, head.roster, inputs
+        self._has_clusters = endpoint.settings.clusters
+        self.cluster = OwnCluster(self._me, inputs, post, self._verify)
         self._order = coordinators(head.key.lineage, head.roster)
         self._began = loop_time() if since is None else since
         self._offers: dict[PeerId, Offer] = {}
@@ -163,7 +169,7 @@ class RoundStart:
         self._take(offer)
         if self.resolved is None or offer.leaving:  # even after the call, the next roster can leave this member out
             self._announce(offer)
-        if self.resolved and self._me.peer in self.resolved.peers:
+        if self.own:
             self._arm()
 
     def _state_rest(self, rests: bool) -> None:
@@ -310,8 +316,11 @@ class RoundStart:
         return len(peers) > 1 and leaving.issuperset(peers) and any(map(self.has_work, peers))
 
     def leaving(self) -> frozenset[PeerId]:
-        called = self.resolved.plan.offers if self.resolved else ()
-        return frozenset(offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving)
+        resolved = self.resolved
+        called: Sequence[Offer] = resolved.plan.offers if isinstance(resolved, ResolvedPlan) else ()
+        leads = resolved.plan.clusters if isinstance(resolved, ResolvedClusters) else ()
+        left = {offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving}
+        return frozenset((*left, *(cluster.lead.peer for cluster in leads if cluster.leaving)))
 
     def _agrees(self, offer: Offer) -> bool:
         if offer.state_root == self._offers[self._me.peer].state_root:
@@ -319,22 +328,53 @@ class RoundStart:
         self._accounting.name(offer.member.peer, "its state root differs from the coordinator's")
         return False
 
-    def on_plan(self, plan: Plan) -> None:
+    @property
+    def own(self) -> ResolvedPlan | None:
+        """The latest plan or, if that is of clusters, the plan inside this peer's own; None if it is in neither."""
+        resolved = self.resolved
+        if isinstance(resolved, ResolvedClusters):
+            return self.cluster.members
+        return resolved if resolved and self._me.peer in resolved.peers else None
+
+    def on_lead(self, peer: PeerId, message: ClusterPlan | ClusterVersion) -> None:
+        """Take a plan from the lead of this peer's cluster, or a version of it. Voters have it from the coordinator."""
+        if self._me in self._roster:
+            raise BadPayload("a lead's plan for its cluster, sent to a voter")
+        plan = (
+            self.cluster.take(peer, message) if isinstance(message, ClusterPlan) else self.cluster.later(peer, message)
+        )
+        if plan:
+            self.on_plan(plan)
+
+    def on_plan(self, plan: Plan | ClusteredPlan) -> None:
         """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer."""
         known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
             if plan != known and (plan.ballot, plan.version) == (known.ballot, known.version):
                 raise BadPayload("a second plan for one round")
             return
-        planning.check(plan, self._inputs, self._roster, self._verify)
-        inputs, before = self._inputs, self.resolved
-        self.resolved = planning.resolve_plan(plan, inputs.robust, inputs.max_weight)
+        before, self.resolved = self.resolved, self._checked(plan)
         self._stop_spreading()
         self._changed.notify()
         if before is None or before.digest != self.resolved.digest:
             self.cut_at = min(self._deadline, loop_time() + plan.cut_seconds)
-            if self._me.peer in self.resolved.peers:
+            if self.own:
                 self._arm()
+
+    def _checked(self, plan: Plan | ClusteredPlan) -> RoundPlan:
+        """What follows from a plan. Raises BadPayload if it breaks a rule."""
+        inputs = self._inputs
+        if isinstance(plan, Plan):
+            planning.check(plan, inputs, self._roster, self._verify)
+            return planning.resolve_plan(plan, inputs.robust, inputs.max_weight)
+        if not self._has_clusters:
+            raise BadPayload("a plan of clusters, which this run has not")
+        clustered_plan.check_clustered_plan(plan, inputs, self._roster, self._verify)
+        whole = clustered_plan.resolve_clusters(plan, inputs)
+        self.cluster.enter(whole)
+        if self._me in self._roster:
+            self.cluster.pass_on(plan, whole.digest)
+        return whole
 
     def _arm(self) -> None:
         """Cut when no further step of this member would end in time. A step's length may change even after the call."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 from protocols.aio import loop_time
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.clustered_plan import ClusteredPlan, ResolvedClusters, RoundPlan, reassign_parts
 from protocols.allreduce.parts import ReducedPart, part_message
-from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Deadline, PeerId
 from protocols.butterfly.round import Round
 from protocols.consensus import record as records
@@ -45,7 +45,7 @@ class RoundCoordinator:
                     return vote.propose(ballot, self._skip(None))
                 self._publish(call.draw(ballot, self._suspects(ballot)))
         elif ballot > call.resolved.plan.ballot:  # some members may not know the plan
-            self._publish(planning.reassign_parts(call.resolved.plan, {}, ballot))
+            self._publish(reassign_parts(call.resolved.plan, {}, ballot))
         await self._fetch_what_others_hold()
         while vote.leading == ballot and (resolved := call.resolved):
             now, until = loop_time(), self._until(resolved)
@@ -56,11 +56,11 @@ class RoundCoordinator:
                 return vote.propose(ballot, self._skip(resolved, resolved.peers if now >= until else ()))
             if lost := self._lost(resolved, exchange, now):
                 given = dict.fromkeys(lost, self._replacement_reducer(resolved))
-                self._publish(planning.reassign_parts(resolved.plan, given, ballot))
+                self._publish(reassign_parts(resolved.plan, given, ballot))
             overdue = self._overdue(resolved, exchange)
             await self._wait(resolved, min(until, overdue) if overdue > now else until)
 
-    async def _wait(self, resolved: ResolvedPlan, until: Deadline) -> None:
+    async def _wait(self, resolved: RoundPlan, until: Deadline) -> None:
         attempt, exchange = self._round, self._round.exchange
         known = _progress(exchange)
         await attempt.until(
@@ -75,14 +75,14 @@ class RoundCoordinator:
             until,
         )
 
-    def _publish(self, plan: Plan) -> None:
+    def _publish(self, plan: Plan | ClusteredPlan) -> None:
         self._vote.published = plan.ballot
         for member in self._round.head.roster:
             if member != self._me:
                 self._round.post.send(member.peer, plan)
         self._call.on_plan(plan)
 
-    def _until(self, resolved: ResolvedPlan) -> Deadline:
+    def _until(self, resolved: RoundPlan) -> Deadline:
         """When to give the mean up. Not while too few are here to decide anything, if others could not vote on it."""
         if self._apart(resolved) and self._is_alone():
             return self._round.deadline
@@ -90,7 +90,7 @@ class RoundCoordinator:
 
     # -- what is lost -------------------------------------------------------------------------------------------------
 
-    def _lost(self, resolved: ResolvedPlan, exchange: AllReduce | None, now: float) -> list[int]:
+    def _lost(self, resolved: RoundPlan, exchange: AllReduce | None, now: float) -> list[int]:
         if exchange is None:
             return []
         live = self._round.live_peers()
@@ -103,7 +103,7 @@ class RoundCoordinator:
             and (resolved.reducer(part) not in live or exchange.failed.get(part) == resolved.reducer(part) or overdue)
         ]
 
-    def _apart(self, resolved: ResolvedPlan) -> set[PeerId]:
+    def _apart(self, resolved: RoundPlan) -> set[PeerId]:
         """Members that cannot get all parts of a mean, if without them too few are here to vote on it: their links to a
         reducer and to this member, which holds all parts, were broken when they last carried anything. That they are
         tried again in this round makes no difference: a vote for a mean that the others cannot fetch binds.
@@ -113,7 +113,7 @@ class RoundCoordinator:
         apart = {peer for link in links for peer in link if link - {peer} <= reducers and {peer, me} in links}
         return apart if len(self._here() - apart) < self._vote.tally.quorum else set()
 
-    def _reducers(self, resolved: ResolvedPlan) -> set[PeerId]:
+    def _reducers(self, resolved: RoundPlan) -> set[PeerId]:
         """Those of the parts that this member holds, maybe of an earlier version of the plan; else the plan's."""
         exchange, bounds = self._round.exchange_of(resolved.digest), resolved.plan.bounds
         if exchange and exchange.complete:
@@ -121,7 +121,7 @@ class RoundCoordinator:
             return {resolved.peers[each.reducer] for each in done if each}
         return {resolved.reducer(part) for part in range(len(bounds) - 1) if bounds[part] < bounds[part + 1]}
 
-    def _is_settled(self, resolved: ResolvedPlan) -> bool:
+    def _is_settled(self, resolved: RoundPlan) -> bool:
         """Whether the whole roster was there when the round was called, and stays: a SKIP would change nothing."""
         absent = {member.peer for member in self._round.head.roster} - {*resolved.peers} - {*self._vote.resting.peers()}
         return not absent and not self._round.roster_changes() and not self._is_alone()
@@ -130,7 +130,7 @@ class RoundCoordinator:
         live = set(self._round.host.members.live())
         return {member.peer for member in self._round.head.roster if member == self._me or member in live}
 
-    def _is_whole(self, resolved: ResolvedPlan, exchange: AllReduce) -> bool:
+    def _is_whole(self, resolved: RoundPlan, exchange: AllReduce) -> bool:
         """Whether the mean is there and can be voted on, as links that were broken carry data again."""
         if not exchange.complete:
             return False
@@ -141,7 +141,7 @@ class RoundCoordinator:
         heard = {peer for peer, weight in weights if weight}  # a link carries nothing of a member without work
         return not apart or (apart <= heard and exchange.holds_all())
 
-    def _is_hopeless(self, resolved: ResolvedPlan) -> bool:
+    def _is_hopeless(self, resolved: RoundPlan) -> bool:
         """Whether a SKIP, which needs no parts, is the way to a roster that can decide a mean.
 
         If nothing of the roster would change, broken links are tried again.
@@ -152,19 +152,19 @@ class RoundCoordinator:
         """Whether no quorum is here."""
         return len(self._here()) < self._vote.tally.quorum
 
-    def _overdue(self, resolved: ResolvedPlan, exchange: AllReduce | None) -> Deadline:
+    def _overdue(self, resolved: RoundPlan, exchange: AllReduce | None) -> Deadline:
         """When a missing part is overdue: long after other parts came in, which should take as long."""
         if exchange is None or not exchange.parts or exchange.complete:
             return self._until(resolved)
         return exchange.finished + 2 * self._vote.phase_seconds + self._vote.patience_seconds
 
-    def _replacement_reducer(self, resolved: ResolvedPlan) -> int:
+    def _replacement_reducer(self, resolved: RoundPlan) -> int:
         """Index of the member that is to reduce lost parts: this one or, if it is not in the plan, the fastest one."""
         if self._me.peer in resolved.peers:
             return resolved.peers.index(self._me.peer)
         live = self._round.live_peers()
         indices = [index for index, peer in enumerate(resolved.peers) if peer in live] or [0]
-        return max(indices, key=lambda index: resolved.plan.offers[index].bandwidth)
+        return max(indices, key=resolved.uplinks.__getitem__)
 
     async def _fetch_what_others_hold(self) -> None:
         """Fetch parts that members held when they promised this ballot, and whose reducers have been lost since."""
@@ -183,11 +183,11 @@ class RoundCoordinator:
 
     async def _lost_part(self, plan: bytes, done: PartDone, holder: PeerId) -> ReducedPart | None:
         attempt, exchange = self._round, self._round.exchange
-        if exchange is None or done.reducer >= len(exchange.task.resolved.peers):
+        peers = exchange.task.whole.peers if exchange else ()
+        if exchange is None or done.reducer >= len(peers):
             return None
-        resolved = exchange.task.resolved
         message = part_message(attempt.head.key, plan, done)
-        if not attempt.host.signer.verify(resolved.peers[done.reducer], message, done.signature):
+        if not attempt.host.signer.verify(peers[done.reducer], message, done.signature):
             return None
         held = await attempt.fetch([holder], done.result, exchange.task.part(done.part))
         if held:
@@ -200,7 +200,7 @@ class RoundCoordinator:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def _outcome(self, resolved: ResolvedPlan, exchange: AllReduce) -> Record:
+    def _outcome(self, resolved: RoundPlan, exchange: AllReduce) -> Record:
         """Record of the mean; a SKIP if the mean holds no work, since the outer momentum alone would move the state."""
         head, parts = self._round.head, [exchange.parts[part] for part in range(len(resolved.plan.reducers))]
         results = tuple(held.result for held in parts if held.result)
@@ -209,20 +209,39 @@ class RoundCoordinator:
         if not present:
             return self._skip(resolved, resolved.peers)
         weights = zip(resolved.peers, resolved.weights, strict=True)
-        roster = self._round.next_roster(peer for peer, weight in weights if weight and peer not in present)
+        absent = [peer for peer, weight in weights if weight and peer not in present]
+        roster = self._round.next_roster(self._doubtful(resolved, absent))
         known = {member.peer for member in roster}
-        found = planning.complaints(resolved, [held.done for held in parts if held.done], head.complaints)
+        clusters = resolved if isinstance(resolved, ResolvedClusters) else None
+        dones, senders = [held.done for held in parts if held.done], clusters.lone if clusters else None
+        found = planning.complaints(head.key.round, resolved.peers, dones, head.complaints, senders)
         return replace(
             records.extend(head, Kind.MEAN, roster, resolved.digest),
             parts=results,
             peers=resolved.peers,
             bounds=resolved.plan.bounds,
             complaints=tuple(each for each in found if {each.first, each.second} <= known),
+            clusters=clusters.digests() if clusters else (),
         )
 
-    def _skip(self, resolved: ResolvedPlan | None, doubtful: Sequence[PeerId] = ()) -> Record:
+    def _skip(self, resolved: RoundPlan | None, doubtful: Sequence[PeerId] = ()) -> Record:
         digest = resolved.digest if resolved else bytes(32)
-        return records.extend(self._round.head, Kind.SKIP, self._round.next_roster(doubtful), digest)
+        roster = self._round.next_roster(self._doubtful(resolved, doubtful) if resolved else ())
+        return records.extend(self._round.head, Kind.SKIP, roster, digest)
+
+    def _doubtful(self, resolved: RoundPlan, absent: Sequence[PeerId]) -> Sequence[PeerId]:
+        """Of the members whose work is missing, those that may be gone.
+
+        The work of a cluster comes from the lead's associates, which may all be lost. So a lead is in doubt only if it
+        has none, or if it did not reduce a part of its own either.
+        """
+        if not isinstance(resolved, ResolvedClusters):
+            return absent
+        exchange, bounds = self._round.exchange_of(resolved.digest), resolved.plan.bounds
+        held = exchange.parts.values() if exchange else ()
+        signed = {resolved.peers[part.done.reducer] for part in held if part.chunks and part.done}
+        due = {peer for part, peer in enumerate(resolved.peers) if bounds[part] < bounds[part + 1]}
+        return [peer for peer in absent if peer in resolved.lone or peer in due - signed]
 
 
 def _progress(exchange: AllReduce | None) -> tuple[int, int]:

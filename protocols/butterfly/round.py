@@ -15,6 +15,15 @@ from functools import partial
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
+from protocols.allreduce.clustered_plan import (
+    ClusteredPlan,
+    ClusterPlan,
+    ClusterVersion,
+    ContributePartial,
+    ResolvedClusters,
+    RoundPlan,
+)
 from protocols.allreduce.parts import DataPhase, PartFormat, ReducedPart
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
 from protocols.base import (
@@ -106,9 +115,10 @@ class Round:
             roster_changes=self.roster_changes,
             lagging=self.lagging,
         )
-        self.cut = self.call.cut
+        self.cut, self.cluster = self.call.cut, self.call.cluster
         self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
-        vote.begin_attempt(head, self.changed)
+        call = self.call  # the vote outlives this object
+        vote.begin_attempt(head, self.changed, lambda: call.resolved)
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -140,7 +150,7 @@ class Round:
             timing = group.create_task(self.accounting.time_movement())
             while not self.over():
                 resolved = self.call.resolved
-                if resolved and self.me.peer in resolved.peers:
+                if resolved:
                     self._run_data_phase(group, resolved, source, target)
                 if not await self.until(lambda: self.over() or self.call.resolved is not resolved):  # noqa: B023 - awaited
                     break
@@ -158,18 +168,21 @@ class Round:
     # -- the data phase -----------------------------------------------------------------------------------------------
 
     def _run_data_phase(
-        self, group: asyncio.TaskGroup, resolved: ResolvedPlan, mine: VectorView, into: VectorView
+        self, group: asyncio.TaskGroup, resolved: RoundPlan, mine: VectorView, into: VectorView
     ) -> None:
-        """Begin the data phase of a plan, or continue it under another version of that plan."""
+        """Begin the data phase of a plan that names this peer, or continue it under another version of that plan."""
         if exchange := self.exchange_of(resolved.digest):
             return exchange.assign(resolved)
+        own, clusters = self.call.own, resolved if isinstance(resolved, ResolvedClusters) else None
+        if own is None:
+            return
         if self._running:
             self._running.cancel()
         self.vote.begin_data_phase(resolved)
         patience_seconds = self.vote.patience_seconds
         task = DataPhase(
             key=self.head.key,
-            resolved=resolved,
+            resolved=own,
             host=self.host,
             mine=mine,
             into=into,
@@ -178,11 +191,14 @@ class Round:
             patience_seconds=patience_seconds,
             deadline=self.call.data_phase_until(),
             progress=self.vote.moved,
+            clusters=clusters,
+            cluster=self.cluster.index,
         )
-        self.exchange = exchange = AllReduce(task, self.accounting, self._on_exchange)
+        make = ClusteredAllReduce if clusters else AllReduce
+        self.exchange = exchange = make(task, self.accounting, self._on_exchange)
         live = self.live_peers()
-        for peer in resolved.peers:
-            if peer not in live and peer != self.me.peer:
+        for peer in dict.fromkeys((*resolved.peers, *own.peers)):
+            if peer not in live and peer != self.me.peer and self._sees(peer):
                 exchange.lose(peer, "gone")
         if not self._overlaps:  # else training does not wait for the data, and others would wait for a long time
             self._part_cache.gate.close(task.deadline)
@@ -197,7 +213,13 @@ class Round:
         for peer in exchange.take_silent():
             vote.suspect(peer)
 
-    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+    def _sees(self, peer: PeerId) -> bool:
+        """Whether a peer that is not live is gone. An associate does not watch all voters: the plan's next version
+        tells it which of them are lost.
+        """
+        return self.me in self.head.roster or peer in self.cluster.peers
+
+    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute | ContributePartial) -> None:
         """Serve a member's data stream. Raises PeerSilent if the data phase of its plan does not begin here in time."""
         self.vote.hear(peer)
         deadline = min(self.deadline, stream.deadline)
@@ -287,7 +309,7 @@ class Round:
             return
         if theirs.reducer != mine.done.reducer or theirs.part != index:
             return
-        peer = exchange.task.resolved.peers[theirs.reducer]
+        peer = exchange.task.whole.peers[theirs.reducer]
         if self.host.signer.verify(peer, exchange.task.message(theirs), theirs.signature):
             self.accounting.name(peer, f"signed two different results for part {index}")
 
@@ -302,6 +324,9 @@ class Round:
         voters = records.drawn(lot, (vote.voter.peer for vote in certificate.votes))
         if self.live_peers().isdisjoint(voters):  # an observer of a large run sees few of the roster, which has decided
             voters = records.drawn(lot, (member.peer for member in self.head.roster))
+
+        mates = [peer for peer in records.drawn(lot, self.cluster.peers) if peer not in voters]
+        voters = voters if self.me in self.head.roster else (*mates, *voters)
 
         async def one(index: int) -> ReducedPart | None:
             async with turn:
@@ -320,12 +345,14 @@ class Round:
             self.accounting.name(self.me.peer, "this peer has another state than the decided one")
         if parts is None or not await self._decode(parts, into):
             return AveragingResult(Outcome.SUPERSEDED)
-        resolved = self.call.resolved
-        resolved = resolved if resolved and resolved.digest == record.plan else None
-        return AveragingResult(
-            Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
-            record=record,
-            certificate=certificate,
+        outcome = Outcome.COMMITTED if record.averaged else Outcome.SKIPPED
+        result = AveragingResult(outcome, record, certificate)
+        if record.clusters:
+            return self.cluster.counted(result, record, parts)
+        called = self.call.resolved
+        resolved = called if isinstance(called, ResolvedPlan) and called.digest == record.plan else None
+        return replace(
+            result,
             contributions=records.contributions(record.peers, record.parts),
             weights=dict(zip(resolved.peers, resolved.weights, strict=True)) if resolved and record.averaged else {},
             blamed=resolved.clamped if resolved else (),
@@ -374,15 +401,14 @@ class Round:
     async def _watch_members(self) -> None:
         members = self.host.members
         roster = {member.peer for member in self.head.roster}
-        version, peers = members.version, set(roster)
+        version, seen = members.version, roster
         while loop_time() < self.deadline:
-            live = self.live_peers()
-            for peer in sorted(peers - live):
+            live, guests = self.live_peers(), self.exchange.guests if self.exchange else ()
+            for peer in sorted((seen - live) & {*roster, *guests}):
                 self.gone(peer)
-            peers &= live
+            seen = live
             version = await members.changed(version, self.deadline)
             self.changed.notify()
-            peers |= roster & self.live_peers()
 
     async def _watch_majority(self) -> None:
         while not self.over() and loop_time() < self.deadline:
@@ -429,7 +455,7 @@ class Round:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def gone(self, peer: PeerId) -> None:
-        if self.exchange:
+        if self.exchange and self._sees(peer):
             self.exchange.lose(peer, "gone")
         self.vote.gone(peer)
 
@@ -441,7 +467,7 @@ class Round:
                 self.vote.leaving |= self.call.leaving()
             case Resting():
                 self.call.on_resting(peer, message)
-            case wire.Plan(_, ballot):
+            case wire.Plan(_, ballot) | ClusteredPlan(_, ballot):
                 if peer != self.vote.tally.coordinator(ballot):
                     raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {ballot}")
                 if ballot == self.vote.paxos.promised:
@@ -449,6 +475,8 @@ class Round:
                     self.vote.progress()
                     self.vote.moved(max(self.call.cut_at, loop_time()))
                 self.vote.leaving |= self.call.leaving()
+            case ClusterPlan() | ClusterVersion():
+                self.call.on_lead(peer, message)
             case wire.AdmissionRequest(_, member, root):
                 self._on_admission_request(peer, member, root)
             case VoteMessage():

@@ -15,8 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from protocols.aio import Notifier, loop_time
+from protocols.allreduce.clustered_plan import MAX_CLUSTER, ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import ReducedPart
-from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, ResolvedPlan
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.call import RestingMembers
@@ -93,6 +94,7 @@ class RoundVote:
         self.paxos = PaxosInstance(voter, self.tally)
         self.forks_only = self.tally.forks_only(voter)  # no vote, but it may fork with others like it
         self.changed = Notifier()
+        self._called: Callable[[], RoundPlan | None] = lambda: None
         # the ballot that this member coordinates and may still choose a record for, and the promises for it
         self.leading: int | None = 0 if self.votes and self.tally.coordinator(0) == me.peer else None
         self.promises: tuple[Promise, ...] = ()
@@ -134,8 +136,9 @@ class RoundVote:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def begin_attempt(self, head: Head, changed: Notifier) -> None:
-        self.head, self.changed, self._fork = head, changed, ()
+    def begin_attempt(self, head: Head, changed: Notifier, called: Callable[[], RoundPlan | None]) -> None:
+        """`called` returns the latest plan that this member knows."""
+        self.head, self.changed, self._called, self._fork = head, changed, called, ()
 
     def start(self) -> None:
         """Start the timers. A ballot in which this member sent a plan in an earlier attempt is given up."""
@@ -194,12 +197,29 @@ class RoundVote:
             return
         if not record.parts or not record.peers or not record.tiles(self._settings.elements[self.head.key.fragment]):
             raise BadPayload("a proposal that is not of the whole vector")
-        if record.clusters:
-            raise BadPayload("a proposal of a mean of clusters, which this round has not")
+        self._examine_clusters(record)
         for index, part in enumerate(record.parts):
             held = self._part_cache.get(part.digest)
             if held and (held.low, held.high) != record.bounds[index : index + 2]:
                 raise BadPayload(f"a proposal with part {index} at another place")
+
+    def _examine_clusters(self, record: Record) -> None:
+        """Refuse a mean whose clusters are not the plan's, if this member knows that plan, or are not led by members.
+
+        The hash of a plan covers its clusters. So an honest record never has others, in whichever ballot.
+        """
+        clusters, plan = record.clusters, self._called()
+        if clusters and not self._settings.clusters:
+            raise BadPayload("a proposal of a mean of clusters, which this run has not")
+        sizes, leads = [cluster.size for cluster in clusters], {member.peer for member in self.tally.roster}
+        if clusters and (len(sizes) != len(record.peers) or not leads.issuperset(record.peers)):
+            raise BadPayload("a proposal of clusters that are not led by members")
+        if not all(0 < size <= MAX_CLUSTER for size in sizes):
+            raise BadPayload("a proposal of an empty cluster, or of one that is too large")
+        if plan and plan.digest == record.plan:
+            due = (plan.peers, plan.digests()) if isinstance(plan, ResolvedClusters) else (record.peers, ())
+            if due != (record.peers, clusters):
+                raise BadPayload("a proposal of other clusters than those of the plan")
 
     def hear(self, peer: PeerId) -> None:
         self.heard[peer] = loop_time()
@@ -230,7 +250,7 @@ class RoundVote:
         self.leading = None
         self._act(self.paxos.chosen(ballot, records.encode(record)))
 
-    def begin_data_phase(self, resolved: ResolvedPlan) -> None:
+    def begin_data_phase(self, resolved: RoundPlan) -> None:
         """Expect the parts of a plan. Of the parts held, those of the records that this member accepted are kept."""
         self.phase_seconds = resolved.phase_seconds
         bound = [value.record for value in (self.paxos.accepted, self.paxos.forked) if value]
@@ -305,7 +325,7 @@ class RoundVote:
 
     # -- forks --------------------------------------------------------------------------------------------------------
 
-    def seek_fork(self, live: set[Member], called: ResolvedPlan | None) -> None:
+    def seek_fork(self, live: set[Member], called: RoundPlan | None) -> None:
         """Seek a fork with the live members that may fork, once that is due. To be called again and again."""
         left = self._survivors(live) if self.votes else self._successors(live)
         if not self.tally.may_fork(left):
@@ -339,7 +359,7 @@ class RoundVote:
                 return many
         return successors if me in successors else ()
 
-    def _fork_patience_seconds(self, left: Sequence[Member], live: set[Member], called: ResolvedPlan | None) -> float:
+    def _fork_patience_seconds(self, left: Sequence[Member], live: set[Member], called: RoundPlan | None) -> float:
         roster = self.tally.roster
         if len(left) == len(roster) and all(map(self.tally.is_successor, left)):
             return COMPLETE_SECONDS

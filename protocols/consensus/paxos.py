@@ -444,6 +444,7 @@ class Proposer:
                 parts=taken.parts,
                 peers=taken.peers,
                 bounds=taken.bounds,
+                clusters=taken.clusters,
             )
         self._propose(attempt, records.encode(record))
 

@@ -43,7 +43,7 @@ class Moshpit:
     ) -> None:
         """`most` is the largest group size, the same at all peers. `announce_limit`: see `ANNOUNCE_TO_ALL_LIMIT`."""
         self.host = host
-        self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
+        self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda header: self._moshpit.found)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         self._moshpit = MoshpitState(self._endpoint, CONTROL, most, announce_limit)
         self._session: MoshpitSession | None = None

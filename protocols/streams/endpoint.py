@@ -126,9 +126,9 @@ class ProtocolEndpoint:
         host: Host,
         settings: Settings,
         limit_bytes: int = wire.MAX_HEADER_BYTES,
-        acquaintances: Callable[[], Collection[PeerId]] = tuple,
+        acquaintances: Callable[[Header], Collection[PeerId]] = lambda header: (),
     ) -> None:
-        """Acquaintances are peers whose streams are served although they may not be live members."""
+        """Acquaintances are peers whose streams that begin with a header are served although they may not be live."""
         self.host, self.settings = host, settings
         self.me, self.accounting = Member(host.me, settings.incarnation), RoundAccounting()
         self._limit_bytes, self._acquaintances = limit_bytes, acquaintances
@@ -200,7 +200,7 @@ class ProtocolEndpoint:
         except TimeoutError:
             raise PeerSilent(stream.peer, "opened a stream and sent nothing") from None
         live = {member.peer for member in self.host.members.live()}
-        if stream.peer not in live and stream.peer not in self._acquaintances():
+        if stream.peer not in live and stream.peer not in self._acquaintances(header):
             raise PeerSilent(stream.peer, "not a live member")
         return header
 

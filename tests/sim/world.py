@@ -21,6 +21,7 @@ from node.outer.state import OuterSGD, OuterState
 from node.tasks.paced import Paced
 from node.training.trainer import Learner
 from protocols.aio import task_group
+from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Host, Member, PeerId, RoundKey, Settings, Trainer, Vector
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.averager import Butterfly
@@ -453,7 +454,7 @@ def called_early(outer_loop: OuterLoop | None, report: checkers.Report) -> Itera
     if session is None or session.head.key.lineage.hex() != report["parent"] or report["outcome"] != "committed":
         return
     resolved, roster = session.call.resolved, session.head.roster
-    offers = resolved.plan.offers if resolved else ()
+    offers = resolved.plan.offers if isinstance(resolved, ResolvedPlan) else ()
     leave = {offer.member for offer in offers if offer.leaving} >= set(roster)
     planned = {offer.member.peer for offer in offers}
     # A later coordinator calls without a member that is silent. Its complete work may have begun the call.

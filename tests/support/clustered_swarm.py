@@ -15,7 +15,14 @@ import torch
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.all_reduce import DATA
 from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
-from protocols.allreduce.clustered_plan import ClusterReady, ContributePartial, OfferToLead, ResolvedClusters
+from protocols.allreduce.clustered_plan import (
+    ClusteredPlan,
+    ClusterOffer,
+    ClusterReady,
+    ContributePartial,
+    OfferToLead,
+    ResolvedClusters,
+)
 from protocols.allreduce.parts import ChunkPool, DataPhase, PartFormat, ReducedPart
 from protocols.allreduce.plan import PlanInputs
 from protocols.base import BadPayload, Member, PeerFault, PeerId, RoundKey, Settings, Stream, Vector
@@ -61,6 +68,7 @@ class ClusteredSwarm(SimSwarm):
         self.clusters = [[f"v{g}.{i}" if i else f"v{g}" for i in range(size)] for g, size in enumerate(sizes)]
         self.names = [name for each in self.clusters for name in each]
         self.idle, self.peers, self.versions = idle, dict[PeerId, ClusterPeer](), list[ResolvedClusters]()
+        self.offers, self.offered = list[tuple[Offer, ...]](), list[ClusterOffer]()
         self.slow = dict[PeerId, float]()  # bytes/s of peers with slow lines
         self.disguises = dict[PeerId, Disguise]()
         # any two sets of contributors have different means
@@ -73,7 +81,7 @@ class ClusteredSwarm(SimSwarm):
 
     # -- the round ----------------------------------------------------------------------------------------------------
 
-    def _inputs(self) -> PlanInputs:
+    def inputs(self) -> PlanInputs:
         one = codec(self.settings.codec)
         return PlanInputs(
             KEY,
@@ -90,23 +98,27 @@ class ClusteredSwarm(SimSwarm):
         made = Offer(Member(name), tokens, NORM, 1.0, True, False, 1e6, ROOT, b"")
         return replace(made, signature=SimSigner(name, self.seed).sign(OfferToLead(KEY, lead, made).signed()))
 
-    def begin(self) -> None:
-        """Let all peers begin the data phase."""
-        inputs, offers = self._inputs(), [[self._offer(name, each[0]) for name in each] for each in self.clusters]
-        offered = []
-        for each in offers:
+    def offer(self) -> ClusteredPlan:
+        """Let all members and leads offer their work. Returns the plan for all of them."""
+        inputs = self.inputs()
+        self.offers = [tuple(self._offer(name, each[0]) for name in each) for each in self.clusters]
+        for each in self.offers:
             made = clustered.make_cluster_offer(inputs, each[0].member, each, True)
             signature = SimSigner(made.lead.peer, self.seed).sign(ClusterReady(KEY, made).signed())
-            offered.append(replace(made, signature=signature))
-        plan = clustered.make_clustered_plan(inputs, offered, 5.0)
-        roster = [each.lead for each in offered]
-        clustered.check_clustered_plan(plan, inputs, roster, SimSigner("", self.seed).verify)
-        whole = clustered.resolve_clusters(plan, inputs)
-        self.versions.append(whole)
-        self.inner = [clustered.resolve_cluster(whole, g, each) for g, each in enumerate(offers)]
+            self.offered.append(replace(made, signature=signature))
+        plan = clustered.make_clustered_plan(inputs, self.offered, 5.0)
+        self.versions.append(clustered.resolve_clusters(plan, inputs))
+        self.inner = [clustered.resolve_cluster(self.versions[0], g, each) for g, each in enumerate(self.offers)]
+        return plan
+
+    def begin(self) -> None:
+        """Let all peers begin the data phase."""
+        plan = self.offer()
+        roster = [each.lead for each in self.offered]
+        clustered.check_clustered_plan(plan, self.inputs(), roster, SimSigner("", self.seed).verify)
         for g, names in enumerate(self.clusters):
             for name in names:
-                self._join(name, g, whole)
+                self._join(name, g, self.versions[0])
 
     def _join(self, name: PeerId, cluster: int, whole: ResolvedClusters) -> None:
         host = self.join(name, self.slow.get(name))
@@ -130,18 +142,15 @@ class ClusteredSwarm(SimSwarm):
         exchange = ClusteredAllReduce(task, endpoint.accounting, lambda part: None)
         self.peers[name] = ClusterPeer(exchange, self.vectors[name], into)
 
-        async def member(stream: Stream, opening: Contribute) -> None:
+        async def serve(stream: Stream, opening: Contribute | ContributePartial) -> None:
             try:
                 await exchange.serve(stream.peer, stream, opening)
             except BadPayload as error:
                 exchange.lose(stream.peer, str(error))
                 raise
 
-        async def aggregator(stream: Stream, opening: ContributePartial) -> None:
-            await exchange.serve_cluster(stream.peer, stream, opening)
-
-        endpoint.serve(DATA, Contribute, member)
-        endpoint.serve(DATA, ContributePartial, aggregator)
+        endpoint.serve(DATA, Contribute, serve)
+        endpoint.serve(DATA, ContributePartial, serve)
         self.spawn(name, exchange.run())
         self.spawn(name, self._watch(exchange))
 
@@ -173,7 +182,7 @@ class ClusteredSwarm(SimSwarm):
         )
         for name, peer in self.peers.items():
             if self.alive(name):
-                peer.exchange.reassign(self.versions[-1])
+                peer.exchange.assign(self.versions[-1])
 
     def alive(self, name: PeerId) -> bool:
         return self.network.nodes[name].process.alive
@@ -248,10 +257,10 @@ class ClusteredSwarm(SimSwarm):
             for index, (mask, members) in enumerate(zip(part.masks, part.members, strict=True)):
                 self.versions[0].check_chunk(mask, members, earlier)
                 earlier = members
-                self._check_chunk(part, index, clustered.member_masks(members), decoded[1], counted)
+                self.check_chunk(part, index, clustered.member_masks(members), decoded[1], counted)
         return counted
 
-    def _check_chunk(
+    def check_chunk(
         self, part: ReducedPart, index: int, masks: Sequence[int], mean: Vector, counted: dict[PeerId, int]
     ) -> None:
         low, high = part.elements(index)

@@ -54,7 +54,8 @@ def called_at(conducts: Sequence[Conduct], roster_changes: bool, lags: float = 0
     async def main() -> float | None:
         roster = tuple(Member(f"p{index}") for index in range(len(conducts)))
         head, resting, loop = genesis(RUN, "run", roster, bytes(32)), RestingMembers(), asyncio.get_running_loop()
-        endpoint: Any = SimpleNamespace(me=roster[0], host=SimpleNamespace(signer=SIGNER), accounting=RoundAccounting())
+        host, settings = SimpleNamespace(signer=SIGNER), SimpleNamespace(clusters=False)
+        endpoint: Any = SimpleNamespace(me=roster[0], host=host, settings=settings, accounting=RoundAccounting())
         call = RoundStart(
             endpoint=endpoint,
             head=head,

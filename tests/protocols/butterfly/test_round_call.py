@@ -18,7 +18,7 @@ from protocols.butterfly.round import Round
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
 from protocols.vectors.views import norm
-from protocols.wire import Offer, Ready
+from protocols.wire import Offer, Plan, Ready
 from tests.sim.averaging import RUN
 from tests.sim.host import SimSigner
 from tests.sim.swarm import SimSwarm
@@ -109,7 +109,7 @@ async def test_coordinators_lost_early_cost_only_their_work(roster: Roster) -> N
     while not all(map(roster.called, tasks)):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     for peer in tasks:
-        call = roster.sessions[peer].call.resolved
+        call = roster.sessions[peer].call.own
         assert call and call.plan.ballot > 2, "no ballot has passed since the first two were lost"
         tokens = {offer.member.peer: offer.tokens for offer in call.plan.offers}
         assert {peer: tokens.get(peer) for peer in others} == dict.fromkeys(others, COMPLETE.tokens)
@@ -148,4 +148,5 @@ async def test_verified_offer_changed_in_plan_is_refused(roster: Roster, change:
         with pytest.raises(BadPayload, match="a forged offer"):
             session.take(first, forged)
         session.take(first, planning.make_plan(inputs, [genuine], 0.0))
-        assert session.call.resolved and session.call.resolved.plan.offers == (genuine,)
+        plan = session.call.resolved.plan if session.call.resolved else None
+        assert isinstance(plan, Plan) and plan.offers == (genuine,)

@@ -45,7 +45,7 @@ class Pair(SimSwarm):
         super().__init__(latency_seconds=0.001)
         host = replace(self.join("p0"), members=StaticMembers(LIVE))
         self.transport = self.network.join(sender)
-        self.endpoint = ProtocolEndpoint(host, Settings("fp32", (8,)), acquaintances=lambda: {"friend"})
+        self.endpoint = ProtocolEndpoint(host, Settings("fp32", (8,)), acquaintances=lambda header: {"friend"})
         self.heard: list[Header] = []
         self.endpoint.serve(DATA, RecallShare, self._serve)
         self.endpoint.listen(CONTROL, [wire.AdmissionRequest], self._take)

@@ -1,0 +1,142 @@
+"""A peer's own cluster in one attempt at a round of clusters: the plan inside it, and how the round's plan gets to it.
+
+The coordinator sends a plan of clusters to the voters. Each lead passes it on to the members of its cluster with the
+offers that are in it, so that they can check all that follows, and later versions without them. So that a repair gets
+to a cluster whose lead is lost, its members name another voter, which tells them of later versions, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from protocols.allreduce import clustered_plan
+from protocols.allreduce.clustered_plan import (
+    ClusteredPlan,
+    ClusterPlan,
+    ClusterVersion,
+    ContributePartial,
+    ResolvedClusters,
+    Verify,
+)
+from protocols.allreduce.parts import ReducedPart
+from protocols.allreduce.plan import PlanInputs, ResolvedPlan
+from protocols.base import AveragingResult, BadPayload, Contribution, Header, Member, PeerId
+from protocols.consensus.record import Record
+from protocols.streams.endpoint import ControlChannel
+from protocols.wire import Contribute, Offer
+
+MAX_KEPT = 32
+"""Clusters' offers that are kept: a lead makes some until its cluster is in a plan."""
+
+
+class OwnCluster:
+    def __init__(self, me: Member, inputs: PlanInputs, post: ControlChannel, verify: Verify) -> None:
+        self.whole: ResolvedClusters | None = None  # the latest plan of clusters
+        self.index = 0  # of this peer's cluster in it
+        self.members: ResolvedPlan | None = None  # the plan inside this cluster; None if this peer is in none
+        self.standby: Callable[[], Collection[PeerId]] = tuple  # besides the lead, a member takes versions from these
+        self.followers: Callable[[], Collection[PeerId]] = tuple  # members of other clusters that this peer stands by
+        self._me, self._inputs, self._post, self._verify = me, inputs, post, verify
+        self._offers: dict[bytes, tuple[Offer, ...]] = {}
+        self._passed_on = b""
+
+    def keep(self, digest: bytes, offers: Sequence[Offer]) -> None:
+        """Keep the checked offers that a cluster's offer names by this digest. This peer's own one is among them."""
+        self._offers[digest] = tuple(offers)
+        while len(self._offers) > MAX_KEPT:
+            del self._offers[next(iter(self._offers))]
+
+    def enter(self, whole: ResolvedClusters) -> None:
+        """Find this peer's cluster in the latest plan. A peer of two clusters stays in the first that it learned of."""
+        before, self.whole = self.whole, whole
+        if before and before.digest == whole.digest and self.members:
+            return
+        offered = [cluster.offers for cluster in whole.plan.clusters]
+        known = next((digest for digest in self._offers if digest in offered), None)
+        self.members = None
+        if known is not None:
+            self.index = offered.index(known)
+            self.members = clustered_plan.resolve_cluster(whole, self.index, self._offers[known])
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        return self.members.peers if self.members else ()
+
+    # -- at a lead ----------------------------------------------------------------------------------------------------
+
+    def pass_on(self, plan: ClusteredPlan, digest: bytes) -> None:
+        """Send the members of the cluster a plan, or a later version of it. Followers know the first one already."""
+        version = ClusterVersion(plan.key, digest, plan.ballot, plan.version, plan.reducers)
+        first, self._passed_on = self._passed_on != digest, digest
+        if self.members:
+            told = ClusterPlan(plan.key, plan, self.members.plan.offers) if first else version
+            for peer in self.peers:
+                if peer != self._me.peer:
+                    self._post.send(peer, told)
+        if (plan.ballot, plan.version) != (0, 0):
+            for peer in set(self.followers()) - {*self.peers}:
+                self._post.send(peer, version)
+
+    # -- at its members -----------------------------------------------------------------------------------------------
+
+    def take(self, peer: PeerId, message: ClusterPlan) -> ClusteredPlan:
+        """Take the offers of this peer's cluster from its lead. Returns the plan; the rest of it is not checked.
+
+        Raises BadPayload if they are not those of the cluster.
+        """
+        cluster = next((each for each in message.plan.clusters if each.lead.peer == peer), None)
+        if cluster is None or all(offer.member != self._me for offer in message.offers):
+            raise BadPayload("a plan of which neither its sender leads a cluster nor this peer is in that one")
+        if cluster.offers not in self._offers:
+            clustered_plan.check_offers(self._inputs, cluster, message.offers, self._verify)
+            self.keep(cluster.offers, message.offers)
+        return message.plan
+
+    def later(self, peer: PeerId, version: ClusterVersion) -> ClusteredPlan | None:
+        """The version of the plan of which a lead tells; None if this peer has no such plan. Raises BadPayload if the
+        sender is not to tell of it.
+        """
+        whole = self.whole
+        if whole is None or self.members is None or whole.digest != version.plan:
+            return None
+        if peer != whole.peers[self.index] and peer not in self.standby():
+            raise BadPayload("a version of the plan from a peer that neither leads the cluster nor stands by")
+        return replace(whole.plan, ballot=version.ballot, version=version.version, reducers=version.reducers)
+
+    # -- in the data phase, and after it ------------------------------------------------------------------------------
+
+    def acquaintances(self, opening: Header) -> Collection[PeerId]:
+        """The peers that may open a data stream so, although this peer may not see them: those of its cluster and, with
+        their offers, those of others. The offers are checked before they are served.
+        """
+        if not isinstance(opening, Contribute | ContributePartial):
+            return ()
+        if self.whole is None or self.whole.digest != opening.plan:
+            return ()
+        return self.peers if isinstance(opening, Contribute) else [offer.member.peer for offer in opening.offers]
+
+    def counted(self, result: AveragingResult, record: Record, parts: Sequence[ReducedPart]) -> AveragingResult:
+        """The result of a mean of clusters: how much it holds of each member of this cluster, and of the others."""
+        chunks = [clustered_plan.member_masks(members) for part in parts for members in part.members]
+        whole, members = self.whole, self.members
+        others = {
+            lead: Contribution(sum(masks[index].bit_count() for masks in chunks), len(chunks) * cluster.size)
+            for index, (lead, cluster) in enumerate(zip(record.peers, record.clusters, strict=True))
+        }
+        if whole is None or members is None or whole.digest != record.plan:
+            return replace(result, clusters=others)
+        del others[whole.peers[self.index]]
+        own = [masks[self.index] for masks in chunks]
+        weights = [whole.weight(self.index, members.weights, 1 << bit) for bit in range(len(members.peers))]
+        return replace(
+            result,
+            contributions={
+                peer: Contribution(sum(mask >> bit & 1 for mask in own), len(chunks))
+                for bit, peer in enumerate(members.peers)
+            },
+            clusters=others,
+            weights=dict(zip(members.peers, weights, strict=True)),
+            blamed=members.clamped,
+            capped=members.capped,
+        )

@@ -1,0 +1,277 @@
+"""Rounds of clusters with their vote, in virtual time: voters decide one mean of all, and associates hold its bits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import pytest
+
+from protocols.allreduce import clustered_plan as clustered
+from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterPlan, ClusterVersion
+from protocols.base import BadPayload, Buffer, Header, PeerId
+from protocols.consensus import record as records
+from protocols.consensus.messages import Propose
+from protocols.consensus.record import Kind, Record
+from protocols.streams.framing import FramedStream
+from protocols.wire import Contribute, Partial
+from tests.support.clustered_swarm import KEY
+from tests.support.disguises import sending
+from tests.support.long import diagonal
+from tests.support.simulated import simulated
+from tests.support.voting_clusters import CALL_SECONDS, VotingClusters
+
+
+def whole(swarm: VotingClusters, record: Record) -> int:
+    """How many chunks the mean has."""
+    return sum(len(part.members) for part in swarm.parts_of(record, swarm.order[0]))
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (1, 4, 2), (1, 1, 1)])
+@simulated(lambda sizes: VotingClusters(*sizes))
+async def test_calm_round_decides_the_work_of_all(swarm: VotingClusters) -> None:
+    await swarm.average()
+    record = swarm.decided(swarm.names)
+    assert record.averaged and record.roster == swarm.head.roster and not record.complaints
+    assert set(swarm.counts(record).values()) == {whole(swarm, record)}
+    assert max(swarm.ended.values()) < CALL_SECONDS + 1.0
+
+
+VICTIMS: dict[str, Callable[[VotingClusters], PeerId]] = {
+    "coordinator": lambda swarm: swarm.order[0],
+    "other lead": lambda swarm: swarm.order[1],
+    "aggregator": lambda swarm: swarm.clusters[1][1],
+    "aggregator of the coordinator": lambda swarm: swarm.clusters[swarm.voters.index(swarm.order[0])][2],
+}
+
+
+def struck(victim: PeerId, number: int, fault: str, swarm: VotingClusters) -> VotingClusters:
+    """A fault strikes a peer at its message of this number."""
+    others = [name for name in swarm.names if name != victim]
+
+    def watch(mover: PeerId, message: int, way: str, other: PeerId) -> None:
+        if (mover, message) != (victim, number):
+            return
+        if fault == "kill":
+            swarm.network.kill(victim)
+        elif fault == "silence":
+            swarm.cut([victim], others)
+        else:
+            for name in others:
+                swarm.network.block(victim, name)
+
+    swarm.network.watch = watch
+    return swarm
+
+
+@diagonal("role, fault, first", list(VICTIMS), ["kill", "silence", "one-way"], range(1, 22, 4))
+def test_fault_at_any_message_leaves_the_others_one_mean(role: str, fault: str, first: int) -> None:
+    """Each of them holds the decided bits. A silent peer is missed after 5 s."""
+    for number in range(first, 150, 21):
+        victim = VICTIMS[role](VotingClusters(3, 3, 3))
+        swarm = struck(victim, number, fault, VotingClusters(3, 3, 3))
+        swarm.play(swarm.average)
+        others = [name for name in swarm.names if name != victim]
+        record = swarm.decided(others)
+        ended = max(swarm.ended[name] for name in others)
+        assert record.averaged and ended < (4.5 if fault == "kill" else 8.5), f"message {number}: {ended:.1f} s"
+
+
+@simulated(VotingClusters, 3, 3, 3)
+async def test_lead_stays_when_all_of_its_associates_are_lost(swarm: VotingClusters) -> None:
+    """The mean holds nothing of its cluster, and one part alone something of the other: no lead's link is to blame."""
+    gone = [*swarm.clusters[1][1:], swarm.clusters[2][1]]
+
+    async def strike() -> None:
+        await asyncio.sleep(2 * CALL_SECONDS + 0.02)
+        for name in gone:
+            swarm.network.kill(name)
+
+    await swarm.average(strike())
+    record = swarm.decided([name for name in swarm.names if name not in gone])
+    counts = swarm.counts(record)
+    assert counts["v1"] == 0 < counts["v2"] < counts["v0"] == whole(swarm, record)
+    assert record.roster == swarm.head.roster and not record.complaints
+
+
+@simulated(VotingClusters, 3, 3, 3, 3, 3)
+async def test_lead_whose_aggregators_stall_is_not_evicted(swarm: VotingClusters) -> None:
+    """Five clusters do not wait for it, and the coordinator hears nothing of this lead: but it reduced its part."""
+    number = next(g for g, lead in enumerate(swarm.voters) if lead == swarm.order[1])
+
+    async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, Partial):
+            await asyncio.sleep(60.0)
+        await stream.send(header, payload)
+
+    swarm.disguises |= dict.fromkeys(swarm.clusters[number][1:], sending(send))
+    await swarm.average()
+    record = swarm.decided(swarm.names)
+    assert swarm.counts(record)[swarm.order[1]] == 0
+    assert record.roster == swarm.head.roster and not record.complaints
+
+
+@simulated(VotingClusters, 1, 3, 3)
+async def test_lone_lead_that_brings_nothing_is_evicted(swarm: VotingClusters) -> None:
+    swarm.order = tuple(sorted(swarm.order, key="v0".__eq__))
+    others = [name for name in swarm.names if name != "v0"]
+
+    async def strike() -> None:
+        await asyncio.sleep(2 * CALL_SECONDS - 0.01)
+        swarm.cut(["v0"], others)
+
+    await swarm.average(strike())
+    record = swarm.decided(others)
+    assert "v0" not in {member.peer for member in record.roster}
+
+
+@simulated(VotingClusters, 3, 3, 3)
+async def test_repair_gets_to_the_cluster_of_a_lost_lead(swarm: VotingClusters) -> None:
+    """From the voter that stands by it, before anything is decided."""
+    lost, *associates = swarm.clusters[1]
+    versions = dict[PeerId, int]()
+
+    async def strike() -> None:
+        await asyncio.sleep(2 * CALL_SECONDS + 0.05)
+        swarm.network.kill(lost)
+        while not any(name in swarm.ended for name in associates):
+            for name in associates:
+                plan = swarm.rounds[name].call.resolved
+                versions[name] = plan.plan.version if plan else 0
+            await asyncio.sleep(0.001)
+
+    await swarm.average(strike())
+    record = swarm.decided([name for name in swarm.names if name != lost])
+    assert min(versions.values()) > 0 and len(versions) == 2
+    assert min(swarm.counts(record)[name] for name in associates) == whole(swarm, record)
+
+
+@simulated(VotingClusters, 3, 3, 3)
+async def test_last_voter_forks_with_the_mean_that_it_accepted(swarm: VotingClusters) -> None:
+    """The record of the fork names the clusters: without them nobody could read the parts."""
+    last, *lost = swarm.order
+
+    def watch(mover: PeerId, message: int, way: str, other: PeerId) -> None:
+        session = swarm.rounds.get(last)
+        if session and session.vote.paxos.accepted and not session.over():
+            for name in lost:
+                if swarm.alive(name):
+                    swarm.network.kill(name)
+
+    swarm.network.watch = watch
+    await swarm.average()
+    record = swarm.decided([last])  # its associates learn of a fork as others do that are not in its roster
+    assert record.kind == Kind.FORK and record.averaged and len(record.clusters) == 3
+
+
+@pytest.mark.parametrize("sees", ["all", "its own cluster"])
+@simulated(lambda sees: VotingClusters(3, 3, 3))
+async def test_associate_need_not_see_the_voters(swarm: VotingClusters, sees: str) -> None:
+    """In a large run it watches few of them. A reducer serves an aggregator that it does not see, by its offers."""
+
+    def near(peer: PeerId) -> Collection[PeerId]:
+        own = next(each for each in swarm.clusters if peer in each)
+        return [*own, *swarm.voters] if peer in swarm.voters else own
+
+    if sees != "all":
+        swarm.network.contacts.near = near
+    await swarm.average()
+    # without the certificate of its own lead it would not know the outcome
+    record = swarm.decided(swarm.names)
+    assert set(swarm.counts(record).values()) == {whole(swarm, record)}
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@simulated(VotingClusters, 3, 3, 3)
+async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> None:
+    plan: ClusteredPlan | None = None
+    refused = dict[str, str]()
+
+    def attempt(receiver: PeerId, sender: PeerId, message: ClusterPlan | ClusterVersion, what: str) -> None:
+        try:
+            swarm.rounds[receiver].take(sender, message)
+        except BadPayload as error:
+            refused[what] = str(error)
+
+    async def lie() -> None:
+        await asyncio.sleep(2 * CALL_SECONDS)
+        called = swarm.versions[0]
+        plan = swarm.rounds["v1.1"].call.resolved
+        assert isinstance(plan, clustered.ResolvedClusters)
+        honest = ClusterPlan(KEY, plan.plan, swarm.offers[1])
+        later = ClusterVersion(KEY, plan.digest, 0, 9, plan.plan.reducers[::-1])
+        forged = replace(swarm.offers[1][2], tokens=swarm.offers[1][2].tokens + 1)
+        swapped = replace(plan.plan, version=1, reducers=(7, 0, 0))
+        attempt("v2", "v1", honest, "plan to a voter")
+        attempt("v2", "v1", later, "version to a voter")
+        attempt("v1.1", "v2", replace(honest, offers=swarm.offers[2]), "plan of another cluster")
+        attempt("v1.1", "v1.2", honest, "plan of a mate")
+        attempt("v1.1", "v0", later, "version of a stranger")
+        attempt("v1.1", "v2", replace(later, reducers=(7, 0, 0)), "version with unknown reducers")
+        attempt("v1.1", "v1", replace(honest, plan=swapped), "plan with unknown reducers")
+        fresh = clustered.make_cluster_offer(swarm.inputs(), called.plan.clusters[1].lead, swarm.offers[1][:2], True)
+        other = replace(plan.plan, ballot=3, clusters=(plan.plan.clusters[0], fresh, plan.plan.clusters[2]))
+        attempt("v1.1", "v1", ClusterPlan(KEY, other, (*swarm.offers[1][:2], forged)), "forged offers")
+        attempt("v1.1", "v1", ClusterPlan(KEY, other, swarm.offers[1][:2]), "forged cluster")
+
+    await swarm.average(lie())
+    assert plan is None and len(refused) == 9, refused
+    record = swarm.decided(swarm.names)
+    assert set(swarm.counts(record).values()) == {whole(swarm, record)}
+
+
+@simulated(VotingClusters, 3, 3, 3)
+async def test_proposal_of_other_clusters_is_refused(swarm: VotingClusters) -> None:
+    first, second, _ = swarm.order
+    refused = list[str]()
+
+    async def lie() -> None:
+        await asyncio.sleep(CALL_SECONDS)
+        while not (accepted := swarm.rounds[second].vote.paxos.accepted):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        honest, vote = accepted.record, swarm.rounds[second].vote
+        one, *rest = honest.clusters
+        for clusters, peers in (
+            ((), honest.peers),
+            ((replace(one, digest=bytes(32)), *rest), honest.peers),
+            ((replace(one, size=2), *rest), honest.peers),
+            ((replace(one, size=0), *rest), honest.peers),
+            (honest.clusters[:2], honest.peers),
+            (honest.clusters, honest.peers[::-1]),
+            (honest.clusters, ("v0", "v1", "v0.1")),
+        ):
+            lying = records.encode(replace(honest, clusters=clusters, peers=peers))
+            with pytest.raises(BadPayload, match="a proposal of") as error:
+                vote.receive(first, Propose(KEY, swarm.rounds[first].me, 0, lying))
+            refused.append(str(error.value))
+
+    await swarm.average(lie())
+    swarm.decided(swarm.names)
+    assert len(refused) == 7
+
+
+@simulated(VotingClusters, 2, 2, 2)
+async def test_run_without_clusters_takes_no_plan_of_them(swarm: VotingClusters) -> None:
+    swarm.settings = replace(swarm.settings, clusters=False)
+    refused = list[str]()
+
+    async def lie() -> None:
+        first, second, _ = swarm.order
+        await asyncio.sleep(0.1)
+        for receiver, sender, message in (
+            (second, first, swarm.versions[0].plan),
+            ("v1.1", "v1", ClusterPlan(KEY, swarm.versions[0].plan, swarm.offers[1])),
+        ):
+            with pytest.raises(BadPayload, match="which this run has not") as error:
+                swarm.rounds[receiver].take(sender, message)
+            refused.append(str(error.value))
+        for session in swarm.rounds.values():
+            session.supersede()
+
+    await swarm.average(lie())
+    assert len(refused) == 2
+    opening = Contribute(KEY, swarm.versions[0].digest, 0, "fp32")
+    assert not swarm.rounds["v1"].cluster.acquaintances(opening)

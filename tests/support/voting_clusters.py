@@ -1,0 +1,150 @@
+"""One round of clusters with its vote: voters that coordinate and decide, and associates that hold what they decide.
+
+What comes before the plan and after the certificate is played by the test: which offers a lead has, when the round is
+called, and that leads send the certificate on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from protocols.allreduce import clustered_plan as clustered
+from protocols.allreduce.clustered_plan import ClusteredPlan
+from protocols.allreduce.parts import ReducedPart
+from protocols.base import AveragingResult, Head, LocalProgress, Member, Outcome, PeerId, Settings, Vector
+from protocols.butterfly import round as rounds
+from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.round import Round
+from protocols.consensus.record import Record, coordinators
+from tests.support.clustered_swarm import KEY, NORM, ROOT, ClusteredSwarm
+
+CALL_SECONDS = 0.5
+ROUND_SECONDS = 120.0
+
+
+class VotingClusters(ClusteredSwarm):
+    """As `ClusteredSwarm`. The roster is full: an associate does not become a voter while all voters are there."""
+
+    grace_seconds = 30.0
+
+    def __init__(self, *sizes: int, elements: int = 300) -> None:
+        super().__init__(*sizes, elements=elements)
+        self.settings = Settings("fp32", (elements,), 50, clusters=True, max_weight=1e9)
+        self.voters = [each[0] for each in self.clusters]
+        self.head = Head(KEY, tuple(Member(voter) for voter in self.voters), ROOT, ROOT)
+        self.order = coordinators(KEY.lineage, self.head.roster)
+        self.averagers, self.rounds = dict[PeerId, Butterfly](), dict[PeerId, Round]()
+        self.ended = dict[PeerId, float]()  # when each peer knew the outcome
+        self.results, self.into = dict[PeerId, AveragingResult](), dict[PeerId, Vector]()
+        self.standby = dict(zip(self.voters, self.voters[1:] + self.voters[:1], strict=True))  # lead -> its standby
+
+    # -- the round ----------------------------------------------------------------------------------------------------
+
+    async def average(self, *beside: Coroutine[Any, Any, None]) -> None:
+        """Play the round, and something beside it, until all peers that are alive have ended it."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rounds, "MAX_ROSTER", len(self.voters))
+            self.offer()
+            for name in self.names:
+                self.averagers[name] = Butterfly(self.join(name), self.settings)
+                if name in self.disguises:
+                    self.network.transports[name].disguise = self.disguises[name]
+            others = asyncio.gather(*beside)
+            await asyncio.wait([self.spawn(name, self._member(name)) for name in self.names])
+            await others
+
+    async def _member(self, name: PeerId) -> None:
+        cluster = next(g for g, each in enumerate(self.clusters) if name in each)
+        lead, tokens = self.voters[cluster], 0 if name in self.idle else 100
+        self.into[name] = torch.full_like(self.vectors[name], torch.nan)
+        async with self.averagers[name].enter(self.head, self.now + ROUND_SECONDS) as session:
+            self.rounds[name] = session
+            session.cluster.standby = lambda: [self.standby[lead]]
+            if name in self.voters:
+                self._lead(session, cluster)
+            work = LocalProgress(tokens, 0.0, 1.0, NORM, complete=True, state_root=ROOT)
+            self.results[name] = await session.average([self.vectors[name]], work, [self.into[name]])
+            self.ended[name] = self.now
+            if session.vote.certificate:
+                if name in self.voters:
+                    self._pass_certificate_on(session, name)
+                await asyncio.sleep(1.0)  # in its next round a peer still serves this one
+
+    def _lead(self, session: Round, cluster: int) -> None:
+        mine = self.voters[cluster]
+        followed = [each for each in self.clusters if self.standby[each[0]] == mine]
+        session.cluster.keep(self.offered[cluster].offers, self.offers[cluster])
+        session.cluster.followers = lambda: [peer for each in followed for peer in each[1:]]
+
+        def draw(ballot: int, without: Sequence[PeerId]) -> ClusteredPlan:
+            clusters = [each for each in self.offered if each.lead.peer not in without]
+            return clustered.make_clustered_plan(self.inputs(), clusters, CALL_SECONDS, ballot)
+
+        async def due() -> bool:
+            await asyncio.sleep(CALL_SECONDS)
+            return True
+
+        vars(session.call).update(draw=draw, due=due)
+
+    def _pass_certificate_on(self, session: Round, voter: PeerId) -> None:
+        """To the own cluster, and to those that this voter stands by."""
+        if certificate := session.vote.certificate:
+            for each in self.clusters:
+                for peer in each[1:] if voter in (each[0], self.standby[each[0]]) else ():
+                    session.post.send(peer, certificate)
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def decided(self, names: Sequence[PeerId]) -> Record:
+        """Check that these peers ended the round with one record and its mean, bit for bit, and return the record."""
+        held = [self.rounds[name].vote.decided for name in names]
+        record = held[0]
+        assert record and all(each == record for each in held), dict(zip(names, held, strict=True))
+        outcome = Outcome.COMMITTED if record.averaged else Outcome.SKIPPED
+        ends = {name: self.results[name].outcome for name in names}
+        assert ends == dict.fromkeys(names, outcome), ends
+        if record.averaged:
+            for name in names:
+                assert torch.equal(self.into[name], self.into[names[0]]), f"{name} holds other bits"
+            self._check_mean(record, names[0])
+        return record
+
+    def _check_mean(self, record: Record, name: PeerId) -> None:
+        """The mean is that of the members that its masks name, and what peers report of their own work is so, too."""
+        by_lead = dict(zip(self.voters, self.inner, strict=True))
+        self.inner = [by_lead[lead] for lead in record.peers]
+        counted, chunks = dict.fromkeys(self.names, 0), 0
+        for part in self.parts_of(record, name):
+            chunks += part.chunks
+            for index, members in enumerate(part.members):
+                self.check_chunk(part, index, clustered.member_masks(members), self.into[name], counted)
+        for reporter, result in self.results.items():
+            if result.record == record:
+                said = {peer: each.chunks_counted for peer, each in result.contributions.items()}
+                assert said == {peer: counted[peer] for peer in said}, reporter
+                for lead, total in result.clusters.items():
+                    cluster = self.clusters[self.voters.index(lead)]
+                    assert total.chunks_counted == sum(counted[peer] for peer in cluster), (reporter, lead)
+                    assert total.chunks == chunks * len(cluster)
+
+    def parts_of(self, record: Record, name: PeerId) -> list[ReducedPart]:
+        cache = self.averagers[name].part_cache
+        parts = [cache.get(part.digest) for part in record.parts]
+        return [part for part in parts if part]
+
+    def counts(self, record: Record) -> dict[PeerId, int]:
+        """In how many chunks of the mean each peer's work is."""
+        cache = next(self.averagers[name].part_cache for name in self.voters if self.alive(name))
+        counts = dict.fromkeys((name for each in self.clusters for name in each), 0)
+        for digest in record.parts:
+            part = cache.get(digest.digest)
+            for members in part.members if part else ():
+                for lead, mask in zip(record.peers, clustered.member_masks(members), strict=True):
+                    for bit, peer in enumerate(self.clusters[self.voters.index(lead)]):
+                        counts[peer] += mask >> bit & 1
+        return counts
