@@ -86,7 +86,10 @@ def export(
     """Export the newest checkpoint of a run's model as a directory that Hugging Face transformers can load."""
     member = member_of(state_dir[0]) if bootstrap and state_dir and len(state_dir) == 1 else None
     if bootstrap and state_dir and not member:
-        raise CommandError("--bootstrap and --state-dir name different models: give one of them")
+        raise CommandError(
+            "--bootstrap fetches the model from that peer: leave out --state-dir. "
+            f"(Only for a private run it names the directory of a member, which {state_dir[0]} is not.)"
+        )
     trained = _fetched(bootstrap, model, member) if bootstrap else _trained(state_dir)
     from node.export import hugging_face as exporting
 

@@ -19,6 +19,7 @@ from node.runtime.identity import Identity, create, load, peer_id_of, public_key
 from node.storage.pass_files import PassFiles
 from protocols.base import NotAccepted, PeerError, PeerId
 from tests.node.membership.test_pass_exchange import methods
+from tests.support import warm
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 from tests.support.transport_pool import new_loop
 from tests.support.waiting import now
@@ -88,6 +89,10 @@ def test_private_run_admits_the_invited_and_nobody_else(tmp_path: Path) -> None:
         assert carl.start("--bootstrap", anna.address).ends(60) == 2
         assert "this run is private: ask a member for a ticket (starling invite)" in carl.said()
         assert "this run is private" in carl.command("status", "--bootstrap", anna.address, code=2)
+        export = ("export", "--out", str(tmp_path / "out"), "--bootstrap", anna.address)
+        assert "a member, which " in carl.command(*export, code=2)
+        done = warm.run("node", *export, seconds=30)
+        assert done.returncode == 2 and "this run is private" in done.stderr and not (tmp_path / "out").exists()
         carl.environment = bert.environment
         assert carl.start().ends(60) == 2
         assert f"this peer is {load(carl.directory / 'identity.key').peer_id}; its identity stays in" in carl.said()
