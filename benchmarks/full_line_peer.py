@@ -26,6 +26,7 @@ def write_down(file: TextIO) -> None:
     from node.membership.handshake import HandshakeProtocol
     from node.membership.membership import Membership
     from protocols.allreduce.all_reduce import AllReduce
+    from protocols.butterfly.missing_parts import MissingParts
     from protocols.butterfly.round import Round
 
     def note(what: str, **values: Any) -> None:
@@ -36,7 +37,7 @@ def write_down(file: TextIO) -> None:
         Membership._set_live,
         AllReduce.take,
         Round._run_data_phase,
-        Round._collect,
+        MissingParts.collect,
     )
 
     def heard(self: Any, contact: Any, echo: Any, began: float) -> None:
@@ -58,16 +59,16 @@ def write_down(file: TextIO) -> None:
         note("data", round=self.head.key.round)
         begin(self, *arguments)
 
-    async def collected(self: Any) -> Any:
-        note("decided", round=self.head.key.round, certificate=self.vote.certificate is not None)
-        return await collect(self)
+    async def collected(self: Any, *arguments: Any) -> Any:
+        note("decided", round=self._head.key.round, certificate=self._vote.certificate is not None)
+        return await collect(self, *arguments)
 
     for owner, name, new in (
         (HandshakeProtocol, "_hear", heard),
         (Membership, "_set_live", lives),
         (AllReduce, "take", taken),
         (Round, "_run_data_phase", begun),
-        (Round, "_collect", collected),
+        (MissingParts, "collect", collected),
     ):
         setattr(owner, name, new)
 

@@ -189,7 +189,7 @@ class RoundCoordinator:
         message = part_message(attempt.head.key, plan, done)
         if not attempt.host.signer.verify(peers[done.reducer], message, done.signature):
             return None
-        held = await attempt.fetch([holder], done.result, exchange.task.part(done.part))
+        held = await attempt.parts.fetch([holder], done.result, exchange.task.part(done.part))
         if held:
             held.done = done
         return held

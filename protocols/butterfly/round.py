@@ -40,19 +40,18 @@ from protocols.base import (
     Stream,
     Vector,
 )
-from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
+from protocols.blobs.parts import PartCache
 from protocols.butterfly.call import INFORMED, Resting, RoundStart
 from protocols.butterfly.lagging import LaggingPeers
+from protocols.butterfly.missing_parts import MissingParts
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
 from protocols.consensus.messages import StartBallot, VoteMessage
-from protocols.consensus.record import Record
 from protocols.consensus.vote_tally import max_admitted, min_retained
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.vectors.views import VectorView
 from protocols.wire import MAX_ROSTER
 
-RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
 WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
 ASK_SECONDS = 0.25  # time for a peer in the next round to send this round's certificate, before another one is asked
 
@@ -117,6 +116,17 @@ class Round:
         )
         self.cut, self.cluster = self.call.cut, self.call.cluster
         self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
+        self.parts = MissingParts(
+            endpoint=endpoint,
+            head=head,
+            vote=vote,
+            part_format=part_format,
+            part_cache=part_cache,
+            deadline=deadline,
+            changed=self.changed,
+            over=self.over,
+            exchange_of=self.exchange_of,
+        )
         call = self.call  # the vote outlives this object
         vote.begin_attempt(head, self.changed, lambda: call.resolved)
 
@@ -155,7 +165,7 @@ class Round:
                 if not await self.until(lambda: self.over() or self.call.resolved is not resolved):  # noqa: B023 - awaited
                     break
             self._part_cache.gate.open()
-            parts = await self._collect()
+            parts = await self.parts.collect(() if self.me in self.head.roster else self.cluster.peers)
             timing.cancel()
             if self._running:  # nothing may write to `into` any more while it is decoded, or after the return
                 self._running.cancel()
@@ -233,109 +243,7 @@ class Round:
             raise
         self.vote.hear(peer)
 
-    # -- parts from other members -------------------------------------------------------------------------------------
-
-    async def _fetch_for_vote(self) -> None:
-        """Fetch the parts that this member's vote waits for, from the members that have voted already.
-
-        Past the attempt's deadline nothing is fetched, though the attempt lasts until an overlapped step has ended.
-        """
-        vote = self.vote
-        while await self.until(lambda: bool(vote.wanted) or self.over()):
-            if self.over() or loop_time() >= self.deadline:
-                return
-            proposed, wanted, ballot = vote.proposed, vote.wanted, vote.paxos.ballot
-            vote.wanted = ()
-            value = vote.tally.value(ballot, proposed)
-            assert value is not None  # the vote waits for it
-            voters = vote.tally.voters(ballot, value.digest)
-            holders = [vote.tally.coordinator(ballot), *(member.peer for member in voters)]
-            for index, part in enumerate(value.record.parts):
-                if part.digest in wanted:
-                    await self._obtain(value.record, index, holders)
-            missing = tuple(each for each in wanted if each not in self._part_cache.of(self.head.key.lineage))
-            if missing and not vote.wanted:
-                # A newer proposal may come meanwhile. Its parts are wanted then, and those of this one no more.
-                await self.until(lambda: self.over() or bool(vote.wanted), self._within(RETRY_SECONDS))
-                vote.wanted = vote.wanted or missing
-
-    async def _obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
-        part = record.parts[index]
-        await self._await_own_part(record, index)
-        held = self._part_cache.get(part.digest)
-        if held is None and record.tiles(self._elements):
-            held = await self.fetch(holders, part, self._format.part_of(record, index))
-            if held:
-                self._blame_double_signer(index, held)
-        if held:
-            self.vote.keep(held)
-        return held
-
-    async def _await_own_part(self, record: Record, index: int) -> None:
-        """Wait for a part that this member's own data phase may still complete, as long as data flows."""
-        exchange = self.exchange_of(record.plan)
-        if exchange is None:
-            return
-
-        def settled() -> bool:
-            return index in exchange.parts or index in exchange.failed or self.exchange is not exchange
-
-        def flows_until() -> Deadline:
-            return min(exchange.task.deadline, exchange.moved + self.vote.patience_seconds)
-
-        while not settled() and loop_time() < flows_until():
-            await self.until(settled, flows_until())
-
-    async def fetch(self, holders: Sequence[PeerId], wanted: wire.PartDigest, held: ReducedPart) -> ReducedPart | None:
-        """Fetch a part into `held`, which is empty, from its holders. Each may be silent for the time of a ballot."""
-        live, patience_seconds = self.live_peers(), self.vote.patience_seconds
-        asked = [peer for peer in dict.fromkeys(holders) if peer != self.me.peer and peer in live]
-        download = PartDownload(self.host, self.accounting, wanted=wanted, part=held, silence_seconds=patience_seconds)
-        if not await download.run(lambda: asked, self._within(patience_seconds * len(asked))):
-            return None
-        try:
-            await self.host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
-        except BadPayload as error:
-            for peer in download.brought:
-                self.accounting.name(peer, f"refused as a source: {error}")
-            return None
-        return held
-
-    def _blame_double_signer(self, index: int, held: ReducedPart) -> None:
-        """Blame a reducer that signed two different results for one part. The signatures prove it."""
-        exchange, theirs = self.exchange, held.done
-        mine = exchange.parts.get(index) if exchange else None
-        if not exchange or not mine or not mine.done or not theirs or mine.result == held.result:
-            return
-        if theirs.reducer != mine.done.reducer or theirs.part != index:
-            return
-        peer = exchange.task.whole.peers[theirs.reducer]
-        if self.host.signer.verify(peer, exchange.task.message(theirs), theirs.signature):
-            self.accounting.name(peer, f"signed two different results for part {index}")
-
     # -- the end ------------------------------------------------------------------------------------------------------
-
-    async def _collect(self) -> list[ReducedPart] | None:
-        """The parts of the decided record, fetched if missing. None if this peer cannot get them or use them."""
-        certificate, record = self.vote.certificate, self.vote.decided
-        if certificate is None or record is None or record.state_root != self.head.state_root:
-            return None
-        lot, turn = self.head.key.lineage + self.me.peer.encode(), asyncio.Semaphore(PARTS_AT_ONCE)
-        voters = records.drawn(lot, (vote.voter.peer for vote in certificate.votes))
-        if self.live_peers().isdisjoint(voters):  # an observer of a large run sees few of the roster, which has decided
-            voters = records.drawn(lot, (member.peer for member in self.head.roster))
-
-        mates = [peer for peer in records.drawn(lot, self.cluster.peers) if peer not in voters]
-        voters = voters if self.me in self.head.roster else (*mates, *voters)
-
-        async def one(index: int) -> ReducedPart | None:
-            async with turn:
-                return await self._obtain(record, index, voters)
-
-        async with task_group() as group:
-            jobs = [group.create_task(one(index)) for index in range(len(record.parts))]
-        parts = [part for job in jobs if (part := job.result())]
-        return parts if len(parts) == len(jobs) else None
 
     async def _conclude(self, parts: list[ReducedPart] | None, into: VectorView) -> AveragingResult:
         certificate, record = self.vote.certificate, self.vote.decided
@@ -387,7 +295,7 @@ class Round:
             group.create_task(self._watch_majority())
             if vote.votes:
                 group.create_task(self._await_call())
-                group.create_task(self._fetch_for_vote())
+                group.create_task(self.parts.fetch_for_vote())
 
     async def _cut_when_over(self) -> None:
         if await self.until(self.over):
