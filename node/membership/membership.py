@@ -22,11 +22,11 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+from node.membership.choice import WatchChoice
 from node.membership.failure_detector import FailureDetector
 from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
 from node.membership.hello import (
     HELLO,
-    MAX_INTRODUCED,
     Heartbeat,
     Hello,
     HelloRejected,
@@ -38,7 +38,7 @@ from node.membership.hello import (
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import DIAL_SECONDS, MAX_CONTACTS, MAX_FAILURES, PeerRecord, PeerTable
 from node.membership.watchers import MAX_WATCHERS, Watchers
-from node.membership.watching import MAX_WATCHED, Group, Known, Lot, Role, choose
+from node.membership.watching import Known, Lot, Role
 from node.network.address_scope import has_moved
 from node.outer import sketch as sketches
 from node.outer.activity import Activity
@@ -62,7 +62,6 @@ CUT_FAILURES = 3  # tries in a row after which the connection to a peer that was
 MAX_INTRODUCED_ADDRESSES = 6
 """Addresses of each introduced peer: those of all introduced peers together must fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
-CHOOSE_SECONDS = 1.0  # between two choices of the peers to watch, if this peer's role stays the same
 PROBE_SECONDS = 2.0
 """Between two greetings of peers that are not watched. They show who is still there, and introduce others."""
 MAX_PROBE_FAILURES = 2
@@ -106,12 +105,9 @@ class Membership:
         self._lot = Lot(hashlib.sha256(signer.sign(b"starling watch %d" % local.nonce)).digest())
         self._contacts = PeerTable(local.me.peer, wanted, self._on_forget, self._lot)
         self._watchers = Watchers(self._lot)
-        self._role = role or (lambda known: Role((Group(tuple(wanted()), MAX_WATCHED),)))
-        self._named, self._chosen_at = frozenset[PeerId](), -math.inf
-        self._choice: frozenset[PeerId] | None = None  # the peers to watch; None: all
+        self._choice = WatchChoice(self._contacts, self._lot, wanted, role)
         self._probed: PeerRecord | None = None  # the peer that is being greeted without being watched
         self._probed_at = -math.inf
-        self._greetings = 0
         self._say, self._said = say, set[str]()
         self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
@@ -244,7 +240,7 @@ class Membership:
     ) -> PeerRecord | None:
         """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it."""
         contact = self._contacts.add(peer, addresses, introduced_by)
-        due = contact and self._watches(contact) and contact.is_due(asyncio.get_running_loop().time())
+        due = contact and peer in self._choice and contact.is_due(asyncio.get_running_loop().time())
         if contact and due and self._group:
             contact.task = self._group.create_task(self._keep_contact(contact))
         return contact
@@ -278,7 +274,7 @@ class Membership:
             for contact in self._contacts:
                 if gap and gap.anew:
                     contact.recheck(now, gap.doubtful)
-                elif not self._watches(contact):
+                elif contact.peer not in self._choice:
                     self._unwatch(contact)
                 elif contact.task is None:
                     self._wake(contact, now)
@@ -441,26 +437,10 @@ class Membership:
     @property
     def watches_all(self) -> bool:
         """Whether this peer watches all others; in a large run it does not."""
-        return self._choice is None
-
-    def _watches(self, contact: PeerRecord) -> bool:
-        return self._choice is None or contact.peer in self._choice
+        return self._choice.is_all
 
     def _choose(self, now: float) -> None:
-        """Choose the peers to watch. In a run of up to `MAX_WATCHED` peers these are all peers that are known."""
-        named = frozenset(self._wanted())
-        if named == self._named and now < self._chosen_at + CHOOSE_SECONDS:
-            return
-        known = [
-            Known(each.peer, each.stage, each.placement.member, bool(each.failures) or now < each.crowded_until)
-            for each in self._contacts
-            if each.hello or each.peer in named
-        ]
-        self._named, self._chosen_at, before = named, now, self._choice
-        self._choice = choose(self._role(known), known, self._lot, before is not None)
-        if (before is None) != (self._choice is None):
-            count = "all others" if self._choice is None else f"{len(self._choice)} of them"
-            log.info("%d peers are known: this one watches %s", len(known), count)
+        self._choice.renew(now)
         if self._contacts.is_full:
             self._say_once(f"the run has more peers than the {MAX_CONTACTS} that this one keeps in mind, drawn by lot")
 
@@ -480,12 +460,11 @@ class Membership:
 
     def _probe_next(self, now: float) -> None:
         """Greet the peer that was not tried for longest, of those that are known and not watched."""
-        if self._choice is None or self._probed or now < self._probed_at + PROBE_SECONDS or not self._group:
+        if self._choice.is_all or self._probed or now < self._probed_at + PROBE_SECONDS or not self._group:
             return
-        resting = [each for each in self._contacts if not (each.live or self._watches(each) or each.task)]
-        if resting:
-            self._probed, self._probed_at = min(resting, key=lambda each: (each.tried_at, self._lot(each.peer))), now
-            self._probed.task = self._group.create_task(self._probe(self._probed))
+        if contact := self._choice.next_to_greet():
+            self._probed, self._probed_at = contact, now
+            contact.task = self._group.create_task(self._probe(contact))
 
     async def _probe(self, contact: PeerRecord) -> None:
         contact.tried_at = asyncio.get_running_loop().time()
@@ -536,11 +515,10 @@ class Membership:
 
     def _answers(self, contact: PeerRecord) -> bool:
         """Whether to answer a heartbeat of a peer that watches this one."""
-        needed = lambda: {*self._wanted(), *(self._choice or ())}  # noqa: E731
-        answers = self._watchers.hear(contact.peer, asyncio.get_running_loop().time(), needed)
+        answers = self._watchers.hear(contact.peer, asyncio.get_running_loop().time(), self._choice.needed)
         if not answers:
             self._say_once(f"more than {MAX_WATCHERS} peers watch this one: it answers those that are drawn by lot")
-        if answers and not self._watches(contact):
+        if answers and contact.peer not in self._choice:
             contact.failures, contact.unwatched = 0, False
             self._set_live(contact, True)
         return answers
@@ -571,15 +549,7 @@ class Membership:
                 self._contacts.forget(contact)
 
     def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
-        others = [each for each in self._contacts if each.live and each.peer != to]
-        if self._choice is not None:  # else always the same ones would be introduced: half of the wanted, others
-            self._greetings += 1
-            lot = Lot(b"%d" % self._greetings)
-            named = set(self._wanted())
-            others.sort(key=lambda each: lot(each.peer))
-            first = [each for each in others if each.peer in named][: MAX_INTRODUCED // 2]
-            others = [*first, *(each for each in others if each not in first)]
-        return tuple(PeerAddress(each.peer, self._addresses(each)) for each in others[:MAX_INTRODUCED])
+        return tuple(PeerAddress(each.peer, self._addresses(each)) for each in self._choice.introduced(to))
 
     def _addresses(self, contact: PeerRecord) -> tuple[str, ...]:
         seen = filter(None, (self._seen_at(contact.peer),))
