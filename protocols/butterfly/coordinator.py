@@ -80,7 +80,7 @@ class RoundCoordinator:
         for member in self._round.head.roster:
             if member != self._me:
                 self._round.post.send(member.peer, plan)
-        self._call.on_plan(plan)
+        self._round.on_plan(plan)
 
     def _until(self, resolved: RoundPlan) -> Deadline:
         """When to give the mean up. Not while too few are here to decide anything, if others could not vote on it."""

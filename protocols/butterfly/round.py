@@ -303,7 +303,7 @@ class Round:
 
     async def _await_call(self) -> None:
         """Restart the ballot's timer once the round should be called: the coordinator has the time of one ballot."""
-        if await self.call.due() and not self.over():
+        if await self.call.due() and self.call.resolved is None and not self.over():
             self.vote.progress()
 
     async def _watch_members(self) -> None:
@@ -379,9 +379,7 @@ class Round:
                 if peer != self.vote.tally.coordinator(ballot):
                     raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {ballot}")
                 if ballot == self.vote.paxos.promised:
-                    self.call.on_plan(message)
-                    self.vote.progress()
-                    self.vote.moved(max(self.call.cut_at, loop_time()))
+                    self.on_plan(message)
                 self.vote.leaving |= self.call.leaving()
             case ClusterPlan() | ClusterVersion():
                 self.call.on_lead(peer, message)
@@ -390,6 +388,12 @@ class Round:
             case VoteMessage():
                 self.vote.receive(peer, message)
                 self.call.led_by(self.vote.tally.coordinator(self.vote.paxos.promised))
+
+    def on_plan(self, plan: wire.Plan | ClusteredPlan) -> None:
+        """Take a plan of the ballot that this member has promised, also its own. The time of the ballot begins anew."""
+        self.call.on_plan(plan)
+        self.vote.progress()
+        self.vote.moved(max(self.call.cut_at, loop_time()))  # before the cut nothing moves
 
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:

@@ -119,6 +119,18 @@ async def test_coordinators_lost_early_cost_only_their_work(roster: Roster) -> N
 
 
 @simulated(Roster)
+async def test_no_ballot_passes_while_a_long_step_ends(roster: Roster) -> None:
+    """Nothing moves from the call to the cut, which is later than a ballot lasts."""
+    fast = replace(COMPLETE, step_seconds=0.5)
+    slow, *others = reversed(roster.order)
+    tasks = [asyncio.create_task(roster.member(peer, (fast,), 20.0)) for peer in others]
+    tasks.append(asyncio.create_task(roster.member(slow, (replace(COMPLETE, step_seconds=12.0),), 20.0)))
+    await asyncio.gather(*tasks)
+    assert set(roster.outcomes.values()) == {Outcome.COMMITTED} and roster.now > 30.0
+    assert {session.vote.paxos.ballot for session in roster.sessions.values()} == {0}
+
+
+@simulated(Roster)
 async def test_coordinator_cut_off_from_quorum_waits(roster: Roster) -> None:
     """To it the others are gone. Since it may be the one cut off, it does not call the round for its own work."""
     first, *others = roster.order
