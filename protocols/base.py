@@ -209,6 +209,7 @@ class Settings:
     overlaps: bool = False  # training continues while a round averages; equal at all peers of a run
     least_members: Callable[[], int] = lambda: 1  # a lone member that rests admits others once they are so many with it
     awaits_backup: Callable[[], bool] = lambda: False  # while true, peers without a vote do not fork
+    voters: int = 32  # largest roster, at most 32; equal at all peers of a run
     clusters: bool = False  # whether work of peers outside the roster counts, through members; equal at all peers
     schedule: str = "random"  # of gossip and push-sum (`protocols.pairwise.matching`); equal at all peers
 

@@ -6,6 +6,8 @@ its end shows whether the voter has heard. Places outlive rounds; a peer searche
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
 from protocols.base import BadPayload, Deadline, Head, Member, PeerError, PeerId, Stream
@@ -24,7 +26,8 @@ class Attachment:
         """`full`: size of a roster that admits nobody. `lineage_of`: see `attachment.LineageOf`."""
         self.book, self.search = ClusterBook(endpoint.me), LeadSearch(endpoint.me)
         self.rests = False  # whether this peer brings nothing for now, as it tells voters that it asks
-        self.changed = Notifier()  # notified of every new or lost place
+        self.on_change: Callable[[], None] = lambda: None  # called after every new or lost place
+        self._changed = Notifier()
         self._endpoint, self._full, self._lineage_of = endpoint, full, lineage_of
         self._head: Head | None = None
         self._events = 0
@@ -41,10 +44,21 @@ class Attachment:
         """This peer's lead, then its standby, as far as it has them."""
         return tuple(held.peer for held in (self.search.lead, self.search.standby) if held)
 
-    def refused_by(self, peer: PeerId) -> None:
-        """A peer says that this one has no place in its cluster."""
-        self.search.refused_by(peer)
-        self._notify()
+    def is_full(self, roster: Collection[Member]) -> bool:
+        return len(roster) >= self._full
+
+    def followers(self, of_lost_leads: bool = False) -> tuple[PeerId, ...]:
+        """The associates of other leads that this voter stands by for; of all these leads, or of those that it has lost
+        sight of.
+        """
+        live = {member.peer for member in self._endpoint.host.members.live()} if of_lost_leads else ()
+        return tuple(member.peer for member, lead in self.book.stands_by().items() if lead not in live)
+
+    def take_refusal(self, peer: PeerId, reply: AttachReply) -> None:
+        """A voter says unasked that this peer has no place in its cluster, in which it has offered work."""
+        if self._head and reply.key == self._head.key and not reply.accepted:
+            self.search.refused_by(peer)
+            self._notify()
 
     async def run(self, deadline: Deadline) -> None:
         """Search for a lead and a standby as long as this peer has none, and notice when they or associates die."""
@@ -55,7 +69,7 @@ class Attachment:
                     group.create_task(self._ask(ask, deadline))
                 seen = self._events
                 until = min(deadline, self.search.wakes_at())
-                await self.changed.reached(lambda: self._events != seen, until)  # noqa: B023 - awaited here
+                await self._changed.reached(lambda: self._events != seen, until)  # noqa: B023 - awaited here
 
     async def _watch_members(self, deadline: Deadline) -> None:
         members = self._endpoint.host.members
@@ -98,11 +112,7 @@ class Attachment:
         self._notify()
         await stream.send(reply)
 
-    def standing_by(self, live: set[Member]) -> tuple[PeerId, ...]:
-        """The associates of other leads that this voter stands by for, and whose leads it takes for lost."""
-        here = {member.peer for member in live}
-        return tuple(member.peer for member, lead in self.book.stands_by().items() if lead not in here)
-
     def _notify(self) -> None:
         self._events += 1
-        self.changed.notify()
+        self._changed.notify()
+        self.on_change()

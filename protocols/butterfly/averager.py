@@ -13,7 +13,14 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, BandwidthClaim
-from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterPlan, ClusterVersion, ContributePartial
+from protocols.allreduce.clustered_plan import (
+    ClusteredPlan,
+    ClusterPlan,
+    ClusterReady,
+    ClusterVersion,
+    ContributePartial,
+    OfferToLead,
+)
 from protocols.allreduce.parts import PartFormat
 from protocols.base import (
     RUN_SCOPE,
@@ -29,6 +36,8 @@ from protocols.base import (
     Stream,
 )
 from protocols.blobs.parts import PartCache
+from protocols.butterfly.attaching import Attachment
+from protocols.butterfly.attachment import AttachReply, LineageOf
 from protocols.butterfly.call import Resting
 from protocols.butterfly.coordinator import RoundCoordinator
 from protocols.butterfly.lagging import LaggingPeers
@@ -41,10 +50,12 @@ from protocols.vectors.codec import codec
 
 CONTROL = "starling/butterfly/control/1"
 PlanMessage = wire.Plan | ClusteredPlan | ClusterPlan | ClusterVersion
-RoundMessage = wire.Ready | Resting | PlanMessage | wire.AdmissionRequest | VoteMessage
+RoundMessage = wire.Ready | Resting | OfferToLead | ClusterReady | PlanMessage | wire.AdmissionRequest | VoteMessage
 ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (
     wire.Ready,
     Resting,
+    OfferToLead,
+    ClusterReady,
     wire.Plan,
     ClusteredPlan,
     ClusterPlan,
@@ -63,8 +74,11 @@ class Butterfly:
         settings: Settings,
         part_cache: PartCache | None = None,
         on_ahead: Callable[[PeerId], None] = lambda peer: None,
+        lineage_of: LineageOf = lambda round: None,
     ) -> None:
-        """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch."""
+        """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch. `lineage_of`: see
+        `protocols.butterfly.attachment`; used by runs with clusters.
+        """
         self.settings = settings
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=self._acquaintances)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
@@ -82,6 +96,9 @@ class Butterfly:
         self._round: Round | None = None
         self._parked = defaultdict[PeerId, deque[RoundMessage]](lambda: deque(maxlen=PARKED_LIMIT))
         self._endpoint.listen(CONTROL, ROUND_MESSAGES, self._take)
+        self._attachment = Attachment(self._endpoint, settings.voters, lineage_of) if settings.clusters else None
+        if self._attachment:
+            self._endpoint.listen(CONTROL, (AttachReply,), self._attachment.take_refusal)
         self._endpoint.serve(DATA, wire.Contribute, self._on_data)
         self._endpoint.serve(DATA, ContributePartial, self._on_data)
 
@@ -89,6 +106,8 @@ class Butterfly:
     async def enter(self, head: Head, deadline: Deadline, since: float | None = None) -> AsyncIterator[Round]:
         lineage, vote, last = head.key.lineage, self._vote_after(head), self._round
         self._lagging.begin(deadline, self._awaited_blobs(head, last))
+        if attachment := self._attachment:
+            attachment.begin(head)
         attempt = Round(
             endpoint=self._endpoint,
             part_format=self._format,
@@ -101,6 +120,7 @@ class Butterfly:
             since=since,
             lagging=self._lagging,
             rested=last.vote.resting.peers() if last else frozenset(),
+            attachment=attachment,
         )
         coordinator = RoundCoordinator(attempt)
         self._forget(head.key)
@@ -112,6 +132,8 @@ class Butterfly:
             async with task_group() as group, self._post.run(group, deadline, known):
                 work = attempt.live(), coordinator.run(), self.part_cache.save()
                 background = [group.create_task(each) for each in work]
+                if attachment:
+                    background.append(group.create_task(attachment.run(deadline)))
                 self._rounds.open(lineage, attempt)
                 self._unpark()
                 try:

@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import clustered_plan
 from protocols.allreduce import plan as planning
-from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterPlan, ClusterVersion, ResolvedClusters, RoundPlan
+from protocols.allreduce.clustered_plan import (
+    ClusteredPlan,
+    ClusterPlan,
+    ClusterReady,
+    ClusterVersion,
+    OfferToLead,
+    ResolvedClusters,
+    RoundPlan,
+)
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, Deadline, Head, Header, LocalProgress, Member, PeerId, RoundKey, Signer
 from protocols.butterfly.own_cluster import OwnCluster
@@ -133,6 +141,7 @@ class RoundStart:
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
+        self._message: Header | None = None  # that announces it
         self._informed: set[PeerId] = set()  # members that were sent the offer announced last
         self._leader = self._order[0]  # coordinator of the present ballot
         self._verified: dict[PeerId, tuple[bytes, bytes]] = {}  # the last message and signature found genuine
@@ -149,8 +158,9 @@ class RoundStart:
         begins = max(self.cut_at, loop_time())
         return min(self._deadline, begins + budget_seconds)
 
-    def ready(self, work: LocalProgress) -> None:
-        offer = Offer(
+    def _offer_of(self, work: LocalProgress) -> Offer:
+        """This member's offer, not yet signed."""
+        return Offer(
             member=self._me,
             tokens=work.tokens,
             norm=work.norm,
@@ -161,6 +171,9 @@ class RoundStart:
             state_root=work.state_root,
             signature=b"",
         )
+
+    def ready(self, work: LocalProgress) -> None:
+        offer = self._offer_of(work)
         message = planning.offer_message(self._key, offer)
         offer = replace(offer, signature=self._signer.sign(message))
         self._verified[self._me.peer] = message, offer.signature
@@ -171,6 +184,20 @@ class RoundStart:
             self._announce(offer)
         if self.own:
             self._arm()
+
+    def offer_to_lead(self, work: LocalProgress) -> None:
+        """A peer outside the roster offers its work, if the run has clusters (`protocols.butterfly.cluster_call`)."""
+
+    def on_cluster_offer(self, peer: PeerId, message: OfferToLead | ClusterReady) -> None:
+        raise BadPayload("an offer of a cluster, which this run has not")
+
+    def is_told(self) -> bool:
+        """Whether a lead tells this peer, which is not in the roster, what is decided."""
+        return False
+
+    def to_tell(self) -> Collection[PeerId]:
+        """The peers outside the roster that this voter tells what is decided, besides those that asked for it."""
+        return ()
 
     def _state_rest(self, rests: bool) -> None:
         if rests == self._stated and rests == (self._me.peer in self._resting.peers()):
@@ -188,13 +215,16 @@ class RoundStart:
         completed |= bool(sent and self._stated and offer.tokens > sent.tokens)  # it grows no further
         if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
             return
-        self._announced, self._informed = offer, {self._me.peer}
+        self._announced, self._message, self._informed = offer, self._announcement(offer), {self._me.peer}
         to_all = sent is None or (completed and offer.leaving)
         self._inform(self._order if to_all else (*self._order[:INFORMED], self._leader))
         if to_all:
             self._stop_spreading()
         elif completed:
             self._spread = asyncio.get_running_loop().call_later(CALL_SECONDS, self._inform, self._order)
+
+    def _announcement(self, offer: Offer) -> Header:
+        return Ready(self._key, offer)
 
     def led_by(self, coordinator: PeerId) -> None:
         """Give the coordinator of the present ballot this member's offers: those before it may have failed."""
@@ -203,9 +233,9 @@ class RoundStart:
 
     def _inform(self, peers: Sequence[PeerId]) -> None:
         for peer in peers:
-            if self._announced and peer not in self._informed:
+            if self._message and peer not in self._informed:
                 self._informed.add(peer)
-                self._post.send(peer, Ready(self._key, self._announced))
+                self._post.send(peer, self._message)
 
     def _stop_spreading(self) -> None:
         if self._spread:
@@ -218,7 +248,7 @@ class RoundStart:
         if not self._verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)
-        if known is None or _recency(offer) >= _recency(known):
+        if known is None or recency(offer) >= recency(known):
             self._take(offer)
 
     def on_resting(self, peer: PeerId, statement: Resting) -> None:
@@ -247,7 +277,7 @@ class RoundStart:
     def _elapsed(self) -> float:
         return loop_time() - self._began
 
-    def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
+    def draw(self, ballot: int, without: Collection[PeerId]) -> Plan | ClusteredPlan:
         """Draw the plan that calls the round, as the coordinator of a ballot. Members in `without` are silent."""
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
@@ -387,5 +417,6 @@ class RoundStart:
             self._timer = asyncio.get_running_loop().call_at(cut_at, self.cut.set)
 
 
-def _recency(offer: Offer) -> tuple[bool, int, bool]:
+def recency(offer: Offer) -> tuple[bool, int, bool]:
+    """Grows from one offer of a member to its next."""
     return offer.leaving, offer.tokens, offer.complete

@@ -19,8 +19,10 @@ from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
 from protocols.allreduce.clustered_plan import (
     ClusteredPlan,
     ClusterPlan,
+    ClusterReady,
     ClusterVersion,
     ContributePartial,
+    OfferToLead,
     ResolvedClusters,
     RoundPlan,
 )
@@ -41,7 +43,9 @@ from protocols.base import (
     Vector,
 )
 from protocols.blobs.parts import PartCache
+from protocols.butterfly.attaching import Attachment
 from protocols.butterfly.call import INFORMED, Resting, RoundStart
+from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.missing_parts import MissingParts
 from protocols.butterfly.vote import RoundVote
@@ -71,9 +75,10 @@ class Round:
         lagging: LaggingPeers,
         rested: Collection[PeerId],
         since: float | None = None,
+        attachment: Attachment | None = None,
     ) -> None:
         """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`.
-        `rested`: members that rested in the last round.
+        `rested`: members that rested in the last round. `attachment`: this peer's ties to clusters, if the run has any.
         """
         self.host, self.me, self.post, self.accounting = endpoint.host, endpoint.me, post, endpoint.accounting
         self.head, self.vote, self.deadline = head, vote, deadline
@@ -83,7 +88,7 @@ class Round:
         settings = endpoint.settings
         self._elements, self._overlaps = settings.elements[head.key.fragment], settings.overlaps
         self._least_members, self._awaits_backup = settings.least_members, settings.awaits_backup
-        self._lagging, self._rested = lagging, rested
+        self._voters, self._lagging, self._rested = min(settings.voters, MAX_ROSTER), lagging, rested
         self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
         self._superseded = False
@@ -100,7 +105,8 @@ class Round:
             grain=codec.grain,
             growth=lambda members: codec.reduced(members).encoded_bytes(many) / size,
         )
-        self.call = RoundStart(
+        make = ClusteredStart if attachment else RoundStart
+        self.call = make(
             endpoint=endpoint,
             head=head,
             inputs=inputs,
@@ -114,6 +120,8 @@ class Round:
             roster_changes=self.roster_changes,
             lagging=self.lagging,
         )
+        if attachment and isinstance(self.call, ClusteredStart):
+            self.call.attach(attachment, vote.votes)
         self.cut, self.cluster = self.call.cut, self.call.cluster
         self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
         self.parts = MissingParts(
@@ -129,6 +137,7 @@ class Round:
         )
         call = self.call  # the vote outlives this object
         vote.begin_attempt(head, self.changed, lambda: call.resolved)
+        vote.to_tell = call.to_tell
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -136,6 +145,8 @@ class Round:
         if self.vote.votes:
             self.call.ready(work)
             self.vote.leaving |= self.call.leaving()
+        else:
+            self.call.offer_to_lead(work)
 
     def waiting_for(self) -> tuple[PeerId, ...]:
         """Members whose work is missing; after the call, reducers of missing parts; after those, the coordinator."""
@@ -288,7 +299,7 @@ class Round:
             group.create_task(self._watch_members())
             group.create_task(self._ask_ahead())
             if not vote.votes:
-                self._ask_admission()
+                group.create_task(self._ask_unless_told())
             if not (vote.votes or vote.forks_only):
                 return
             vote.start()
@@ -318,6 +329,17 @@ class Round:
             version = await members.changed(version, self.deadline)
             self.changed.notify()
 
+    async def _ask_unless_told(self) -> None:
+        """Ask to be admitted and told what is decided, unless a lead tells it: then when that one is lost or late."""
+        while self.call.is_told() and not self.over() and loop_time() < self._told_by():
+            await self.until(self.over, min(self._told_by(), self._within(WATCH_SECONDS)))
+        if not self.over():
+            self._ask_admission()
+
+    def _told_by(self) -> Deadline:
+        resolved, patience_seconds = self.call.resolved, self.vote.patience_seconds
+        return self.call.cut_at + resolved.plan.budget_seconds + patience_seconds if resolved else self.deadline
+
     async def _watch_majority(self) -> None:
         while not self.over() and loop_time() < self.deadline:
             waits = not self.vote.votes and self._awaits_backup()
@@ -329,7 +351,7 @@ class Round:
         """Peers to wait for, because they still fetch what this round begins from."""
         here = {*self.vote.observers, *self.vote.resting.peers(), *self._rested, self.me.peer}
         behind = self.live_peers() - here
-        if len(self.head.roster) >= MAX_ROSTER:  # others could not join
+        if len(self.head.roster) >= self._voters:  # others could not join
             behind &= {member.peer for member in self.head.roster}
         return self._lagging.among([peer for peer in behind if not self.call.has_begun(peer)])
 
@@ -350,7 +372,7 @@ class Round:
         tally, live = self.vote.tally, self.host.members.live()
         former = [member.peer for member in live if self.vote.forks_only and tally.was_member(member)]
         asked = records.coordinators(self.head.key.lineage, self.head.roster)
-        if len(asked) >= MAX_ROSTER and not self.vote.forks_only:
+        if len(asked) >= self._voters and not self.vote.forks_only:
             here = {member.peer for member in live}
             asked = tuple(peer for peer in asked if peer in here)[:INFORMED] or asked[:INFORMED]
         for peer in dict.fromkeys((*asked, *former)):
@@ -375,6 +397,8 @@ class Round:
                 self.vote.leaving |= self.call.leaving()
             case Resting():
                 self.call.on_resting(peer, message)
+            case OfferToLead() | ClusterReady():
+                self._on_cluster_offer(peer, message)
             case wire.Plan(_, ballot) | ClusteredPlan(_, ballot):
                 if peer != self.vote.tally.coordinator(ballot):
                     raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {ballot}")
@@ -394,6 +418,12 @@ class Round:
         self.call.on_plan(plan)
         self.vote.progress()
         self.vote.moved(max(self.call.cut_at, loop_time()))  # before the cut nothing moves
+
+    def _on_cluster_offer(self, peer: PeerId, message: OfferToLead | ClusterReady) -> None:
+        self.call.on_cluster_offer(peer, message)
+        self.vote.leaving |= self.call.leaving()
+        if self.vote.certificate and isinstance(message, OfferToLead):  # it has another lead now, and was not told
+            self.post.send(peer, self.vote.certificate)
 
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:
@@ -454,7 +484,7 @@ class Round:
         taken = {member.peer for member in staying}
         live = set(self.host.members.live())
         asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]
-        limit = min(max_admitted(size), MAX_ROSTER - len(staying))
+        limit = min(max_admitted(size), self._voters - len(staying))
         return tuple(sorted((*staying, *sorted(asking)[:limit])))
 
     def roster_changes(self) -> bool:

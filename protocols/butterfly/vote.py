@@ -106,6 +106,7 @@ class RoundVote:
         self.leaving: set[PeerId] = set()  # members that have announced that they leave after this round, for good
         self.resting = RestingMembers()
         self.observers: dict[PeerId, Member] = {}  # they wait for the decision without being in the roster
+        self.to_tell: Callable[[], Iterable[PeerId]] = tuple  # other peers to which this member sends the certificate
         self.phase_seconds = 0.0  # expected length of the data phase
         self._me, self._settings, self._post, self._accounting = me, settings, post, endpoint.accounting
         self._part_cache, self._on_rival = part_cache, on_rival
@@ -297,9 +298,9 @@ class RoundVote:
 
     def _inform_observers(self, certificate: Certificate) -> None:
         admitted = self.decided.roster if self.decided else ()  # the vote itself informs these
-        for peer, member in self.observers.items():
-            if member not in admitted:
-                self._post.send(peer, certificate)
+        observers = [peer for peer, member in self.observers.items() if member not in admitted]
+        for peer in dict.fromkeys((*observers, *sorted(self.to_tell()))):
+            self._post.send(peer, certificate)
 
     def _inform_late(self, certificate: Certificate) -> None:
         """Send the certificate to members that stay and have not voted, if this is one of the members that do so."""

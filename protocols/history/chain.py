@@ -168,6 +168,10 @@ class Chain:
             return None
         return replace(head, state_root=after[0].record.state_root) if after else head
 
+    def lineage_of(self, round: int) -> bytes | None:
+        """The lineage that a round of this chain extends; None if it is not there yet."""
+        return self._lineage(round) if 0 <= round <= len(self) else None
+
     def locator(self) -> tuple[bytes, ...]:
         """Lineages from the head to the oldest one, at growing distances. Lets a peer find where two chains part."""
         return tuple(self._lineage(place) for place in steps(len(self), self._trunk.floor))

@@ -10,14 +10,12 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.clustered_plan import ClusteredPlan
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import AveragingResult, Head, LocalProgress, Member, Outcome, PeerId, Settings, Vector
-from protocols.butterfly import round as rounds
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
 from protocols.consensus.record import Record, coordinators
@@ -34,7 +32,7 @@ class VotingClusters(ClusteredSwarm):
 
     def __init__(self, *sizes: int, elements: int = 300) -> None:
         super().__init__(*sizes, elements=elements)
-        self.settings = Settings("fp32", (elements,), 50, clusters=True, max_weight=1e9)
+        self.settings = Settings("fp32", (elements,), 50, clusters=True, max_weight=1e9, voters=len(sizes))
         self.voters = [each[0] for each in self.clusters]
         self.head = Head(KEY, tuple(Member(voter) for voter in self.voters), ROOT, ROOT)
         self.order = coordinators(KEY.lineage, self.head.roster)
@@ -47,16 +45,14 @@ class VotingClusters(ClusteredSwarm):
 
     async def average(self, *beside: Coroutine[Any, Any, None]) -> None:
         """Play the round, and something beside it, until all peers that are alive have ended it."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounds, "MAX_ROSTER", len(self.voters))
-            self.offer()
-            for name in self.names:
-                self.averagers[name] = Butterfly(self.join(name), self.settings)
-                if name in self.disguises:
-                    self.network.transports[name].disguise = self.disguises[name]
-            others = asyncio.gather(*beside)
-            await asyncio.wait([self.spawn(name, self._member(name)) for name in self.names])
-            await others
+        self.offer()
+        for name in self.names:
+            self.averagers[name] = Butterfly(self.join(name), self.settings)
+            if name in self.disguises:
+                self.network.transports[name].disguise = self.disguises[name]
+        others = asyncio.gather(*beside)
+        await asyncio.wait([self.spawn(name, self._member(name)) for name in self.names])
+        await others
 
     async def _member(self, name: PeerId) -> None:
         cluster = next(g for g, each in enumerate(self.clusters) if name in each)

@@ -10,7 +10,7 @@ import pytest
 
 from protocols.base import Member, PeerId, PeerSilent, Settings
 from protocols.butterfly.attaching import ATTACH, Attachment
-from protocols.butterfly.attachment import IDLE_ROUNDS, Attach
+from protocols.butterfly.attachment import IDLE_ROUNDS, Attach, AttachReply
 from protocols.history.chain import genesis
 from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim.averaging import RUN
@@ -70,7 +70,9 @@ class Places(SimSwarm):
         me = attachment.search.me
         lead = attachment.search.lead
         if lead and self.alive(lead.peer) and not self.peers[lead.peer].book.offered(me):
-            attachment.refused_by(lead.peer)
+            head = attachment._head
+            assert head
+            attachment.take_refusal(lead.peer, AttachReply(head.key, False, 0, 0))
 
     def alive(self, peer: PeerId) -> bool:
         return self.network.nodes[peer].process.alive

@@ -1,0 +1,288 @@
+"""How a round of clusters is called: associates make offers to their leads, and leads offer their clusters.
+
+A round is one of clusters if a voter has associates. Its lead offers the cluster instead of its own work, to the same
+members and as often as a member does (`protocols.butterfly.call`), and voters that hear of it offer theirs, too. The
+lead judges by the rule for rounds when its cluster is complete; the coordinator judges by it when the clusters are. In
+other rounds nothing differs.
+
+A lead makes the call wait for its associates that do not rest. What one offers that has another state, has no place, or
+has lost it since is left out. An associate that has found another lead signs its offer anew, for that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+
+from protocols.allreduce import clustered_plan as clustered
+from protocols.allreduce import plan as planning
+from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterOffer, ClusterReady, OfferToLead
+from protocols.base import BadPayload, Header, LocalProgress, PeerId
+from protocols.butterfly.attaching import Attachment
+from protocols.butterfly.call import GROWTH, Resting, RoundStart, recency
+from protocols.wire import Offer, Plan
+
+
+class ClusteredStart(RoundStart):
+    """As `RoundStart`, at a voter of a run with clusters and at an associate. To be `attach`ed first.
+
+    What the call knows of a voter is its offer in a flat round. In a round of clusters it is that of its cluster, in
+    the form of an offer: its tokens, and whether the cluster is complete.
+    """
+
+    def attach(self, attachment: Attachment, votes: bool) -> None:
+        """`attachment` says who is in this peer's cluster, or which one this peer is in. `votes`: whether it may."""
+        self._attachment, self._votes = attachment, votes
+        self._rests = False
+        self._statement: Resting | None = None  # an associate's latest about resting
+        self._of_clusters = False
+        self._clusters: dict[PeerId, ClusterOffer] = {}  # of each lead, the latest one
+        self._mine: Offer | None = None  # this peer's own work, as it stands
+        self._members: dict[PeerId, Offer] = {}  # of this voter's cluster, signed for it
+        self._member_seconds: dict[PeerId, float] = {}  # when they were complete
+        self._made: tuple[ClusterOffer, tuple[Offer, ...]] | None = None  # not yet signed
+        self._told: tuple[PeerId, Offer] | None = None  # the lead that this associate told last, and what
+        self._look: asyncio.TimerHandle | None = None
+        attachment.on_change = self._places_changed
+        self.cluster.standby = attachment.leads
+        self.cluster.followers = attachment.followers
+
+    def close(self) -> None:
+        super().close()
+        self._attachment.on_change = lambda: None
+        self._stop_looking()
+
+    def is_told(self) -> bool:
+        """While the roster has free places, an associate asks for one, and is told for that."""
+        return self._attachment.search.lead is not None and self._attachment.is_full(self._roster)
+
+    def to_tell(self) -> Collection[PeerId]:
+        """Its associates, and of those that it stands by for those whose leads are lost."""
+        attachment, roster = self._attachment, {member.peer for member in self._roster}
+        mine = (member.peer for member in attachment.book.associates())
+        return {*mine, *self.cluster.peers, *attachment.followers(of_lost_leads=True)} - roster
+
+    def _places_changed(self) -> None:
+        self._tell_lead()
+        self._consider()
+
+    # -- at an associate ----------------------------------------------------------------------------------------------
+
+    def offer_to_lead(self, work: LocalProgress) -> None:
+        self._mine = self._offers[self._me.peer] = self._offer_of(work)
+        self._attachment.rests = work.resting
+        if work.resting != (self._me.peer in self._resting.peers()):
+            self._statement = self._resting.state(self._key, self._me, work.resting, self._signer)
+            self._told = None
+        self._tell_lead()
+        if self.own:
+            self._arm()
+
+    def _tell_lead(self) -> None:
+        """Send this associate's offer to its lead if that one has changed, or the work has grown by much. A lead that
+        knows what was decided answers with that.
+        """
+        lead, mine = self._attachment.search.lead, self._mine
+        if lead is None or mine is None:
+            return
+        told = self._told[1] if self._told and self._told[0] == lead.peer else None
+        if told and not _is_news(told, mine):
+            return
+        self._told = lead.peer, mine
+        offer = OfferToLead(self._key, lead.peer, mine)
+        signature = self._signer.sign(offer.signed())
+        self._post.send(lead.peer, replace(offer, offer=replace(mine, signature=signature)))
+        if self._statement:
+            self._post.send(lead.peer, self._statement)
+
+    # -- at a lead ----------------------------------------------------------------------------------------------------
+
+    def ready(self, work: LocalProgress) -> None:
+        self._mine, self._rests = self._offer_of(work), work.resting
+        self._look_for_associates()
+        if not self._of_clusters:
+            return super().ready(work)
+        self._hear_member(self._signed(self._mine))
+        self._consider()
+        if self.own:
+            self._arm()
+
+    def _signed(self, offer: Offer) -> Offer:
+        """This voter's offer as a member of its own cluster."""
+        message = OfferToLead(self._key, self._me.peer, offer).signed()
+        return replace(offer, signature=self._signer.sign(message))
+
+    def on_cluster_offer(self, peer: PeerId, message: OfferToLead | ClusterReady) -> None:
+        if isinstance(message, OfferToLead):
+            self._on_offer_to_lead(peer, message)
+        else:
+            self._on_cluster_ready(peer, message)
+
+    def _on_offer_to_lead(self, peer: PeerId, message: OfferToLead) -> None:
+        """Take the offer of an associate; tell a peer without a place that it has none. Raises BadPayload if forged."""
+        offer = message.offer
+        if offer.member.peer != peer or message.lead != self._me.peer:
+            raise BadPayload(f"an offer of {offer.member.peer} to {message.lead}, which are not the ends of the stream")
+        book = self._attachment.book
+        if not self._votes or not book.offered(offer.member):
+            return self._post.send(peer, book.reply(self._key, peer, False))
+        if not self._verify(peer, message.signed(), offer.signature):
+            raise BadPayload("an offer with a forged signature")
+        known = self._members.get(peer)
+        if known is None or known.member != offer.member or recency(offer) >= recency(known):
+            self._hear_member(offer)
+            if self._is_strange(offer):
+                self._accounting.name(peer, "its state root differs from its lead's")
+            self._consider()
+
+    def on_resting(self, peer: PeerId, statement: Resting) -> None:
+        if statement.member in self._roster or statement.member.peer != peer:
+            return super().on_resting(peer, statement)
+        here = statement.member in self._attachment.book.associates()  # if not, it is told so when it makes an offer
+        if here and self._resting.take(statement, self._signer.verify):
+            self._consider()
+
+    def _hear_member(self, offer: Offer) -> None:
+        peer = offer.member.peer
+        if (known := self._members.get(peer)) and known.member != offer.member:
+            self._member_seconds.pop(peer, None)  # it has begun again
+        self._members[peer] = offer
+        if offer.complete:
+            self._member_seconds.setdefault(peer, self._elapsed())
+
+    def _look_for_associates(self) -> None:
+        if not self._of_clusters and self.resolved is None and self._votes and self._attachment.book.associates():
+            self._begin_clusters()
+
+    def _begin_clusters(self) -> None:
+        """From now on clusters are offered and judged; what single voters have offered does not count any more. Once a
+        round is of clusters, it stays so.
+        """
+        self._of_clusters = True
+        self._offers.clear()
+        self._complete_seconds.clear()
+        self._announced = self._message = None
+        self._stop_spreading()
+        if self._mine:
+            self._hear_member(self._signed(self._mine))
+
+    def _working_associates(self) -> list[PeerId]:
+        """Those that the cluster's offer waits for."""
+        resting, strange = (
+            self._resting.peers(),
+            {peer for peer, each in self._members.items() if self._is_strange(each)},
+        )
+        here = (each.peer for each in self._attachment.book.associates())
+        return [peer for peer in here if peer not in resting and peer not in strange]
+
+    def _complete_after(self) -> float | None:
+        """When the cluster is complete, in seconds since the attempt began; None: not before something changes. A lead
+        that leaves does not wait; an associate that leaves hurries nothing.
+        """
+        if self._mine and self._mine.leaving and self._mine.complete:
+            return 0.0
+        expected = [*self._working_associates(), *(() if self._rests else (self._me.peer,))]
+        done = [seconds for peer, seconds in self._member_seconds.items() if peer in expected]
+        return planning.call_after(done, len(expected)) if expected else None
+
+    def _consider(self) -> None:
+        """Offer the cluster as it stands, if that is news, and look again when it may be complete."""
+        self._stop_looking()
+        self._look_for_associates()
+        if self._mine is None or not self._of_clusters:
+            return
+        if self.resolved is None:
+            self._state_rest(self._rests and not self._working_associates())
+        elif not self._mine.leaving:  # even after the call, the next roster can leave this member out
+            return
+        after, now = self._complete_after(), self._elapsed()
+        is_complete = after is not None and now >= after
+        if after is not None and not is_complete:
+            self._look = asyncio.get_running_loop().call_later(after - now, self._consider)
+        here = {self._me, *self._attachment.book.associates()}
+        offers = [each for each in self._members.values() if each.member in here and not self._is_strange(each)]
+        offers.sort(key=lambda offer: offer.member)
+        cluster = clustered.make_cluster_offer(self._inputs, self._me, offers, is_complete)
+        self._made = cluster, tuple(offers)
+        stand_in = replace(self._mine, tokens=cluster.tokens, complete=is_complete)
+        self._take(stand_in)
+        self._announce(stand_in)
+
+    def _is_strange(self, offer: Offer) -> bool:
+        """Whether a member's work starts from another state than this lead's."""
+        return self._mine is not None and offer.state_root != self._mine.state_root
+
+    def _announcement(self, offer: Offer) -> Header:
+        if self._made is None or not self._of_clusters:
+            return super()._announcement(offer)
+        cluster, offers = self._made
+        ready = ClusterReady(self._key, cluster)
+        signed = replace(cluster, signature=self._signer.sign(ready.signed()))
+        self._clusters[self._me.peer] = signed
+        self.cluster.keep(cluster.offers, offers)
+        return replace(ready, offer=signed)
+
+    def _stop_looking(self) -> None:
+        if self._look:
+            self._look.cancel()
+            self._look = None
+
+    # -- at all voters, of which any may coordinate -------------------------------------------------------------------
+
+    def on_ready(self, peer: PeerId, offer: Offer) -> None:
+        if not self._of_clusters:
+            return super().on_ready(peer, offer)
+        if offer.member not in self._roster or offer.member.peer != peer:
+            raise BadPayload(f"an offer of {offer.member.peer}, which is not the sender or not in the roster")
+        mine = self._clusters.get(self._me.peer)
+        if mine and peer not in self._clusters:  # it has not heard that there are clusters
+            self._post.send(peer, ClusterReady(self._key, mine))
+
+    def _on_cluster_ready(self, peer: PeerId, message: ClusterReady) -> None:
+        """Take the offer of a voter's cluster. Raises BadPayload if it is forged, or not led by the sender."""
+        cluster = message.offer
+        if cluster.lead not in self._roster or cluster.lead.peer != peer:
+            raise BadPayload(f"a cluster of {cluster.lead.peer}, which is not the sender or not in the roster")
+        if not self._verify(peer, message.signed(), cluster.signature):
+            raise BadPayload("a cluster's offer with a forged signature")
+        if not self._votes:
+            return
+        if not self._of_clusters:
+            if self.resolved is not None:  # the round was called without clusters
+                return
+            self._begin_clusters()
+            self._consider()
+        stand_in, known = _stand_in(cluster), self._offers.get(peer)
+        if known is None or recency(stand_in) >= recency(known):
+            self._clusters[peer] = cluster
+            self._take(stand_in)
+
+    def draw(self, ballot: int, without: Collection[PeerId]) -> Plan | ClusteredPlan:
+        if not self._of_clusters:
+            return super().draw(ballot, without)
+        here = [peer for peer in self._clusters if peer not in without and self._agrees(self._offers[peer])]
+        offered = [self._clusters[peer] for peer in here]
+        return clustered.make_clustered_plan(self._inputs, offered, self._elapsed(), ballot)
+
+
+def _is_news(told: Offer, offer: Offer) -> bool:
+    """Whether an offer is sent to a lead that was told this one."""
+    if (offer.complete, offer.leaving) > (told.complete, told.leaving):
+        return True
+    return offer.tokens >= GROWTH * max(1, told.tokens)
+
+
+def _stand_in(cluster: ClusterOffer) -> Offer:
+    """A cluster's offer as that of a member."""
+    return Offer(
+        member=cluster.lead,
+        tokens=cluster.tokens,
+        norm=0.0,
+        step_seconds=cluster.step_seconds,
+        complete=cluster.complete,
+        leaving=cluster.leaving,
+        bandwidth=cluster.bandwidth,
+        state_root=cluster.state_root,
+        signature=b"",
+    )
