@@ -7,7 +7,7 @@ to a cluster whose lead is lost, its members name another voter, which tells the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from protocols.allreduce import clustered_plan
@@ -35,6 +35,8 @@ class OwnCluster:
         self.whole: ResolvedClusters | None = None  # the latest plan of clusters
         self.index = 0  # of this peer's cluster in it
         self.members: ResolvedPlan | None = None  # the plan inside this cluster; None if this peer is in none
+        self.second: ResolvedPlan | None = None  # the same of another cluster that counts on this peer, which moved
+        self._second = 0  # its index
         self.standby: Callable[[], Collection[PeerId]] = tuple  # besides the lead, a member takes versions from these
         self.followers: Callable[[], Collection[PeerId]] = tuple  # members of other clusters that this peer stands by
         self._me, self._inputs, self._post, self._verify = me, inputs, post, verify
@@ -88,8 +90,13 @@ class OwnCluster:
         cluster = next((each for each in message.plan.clusters if each.lead.peer == peer), None)
         if cluster is None or all(offer.member != self._me for offer in message.offers):
             raise BadPayload("a plan of which neither its sender leads a cluster nor this peer is in that one")
-        if cluster.offers not in self._offers:
-            clustered_plan.check_offers(self._inputs, cluster, message.offers, self._verify)
+        if cluster.offers in self._offers:
+            return message.plan
+        clustered_plan.check_offers(self._inputs, cluster, message.offers, self._verify)
+        if self.whole and self.members and self.whole.digest == clustered_plan.clustered_digest(message.plan):
+            self._second = message.plan.clusters.index(cluster)
+            self.second = clustered_plan.resolve_cluster(self.whole, self._second, message.offers)
+        else:
             self.keep(cluster.offers, message.offers)
         return message.plan
 
@@ -116,9 +123,30 @@ class OwnCluster:
             return ()
         return self.peers if isinstance(opening, Contribute) else [offer.member.peer for offer in opening.offers]
 
+    def refusals(self, codec: str) -> Iterator[tuple[PeerId, Contribute | ContributePartial]]:
+        """How this peer opens data streams only to close them: to the aggregators of its second cluster, and to the
+        reducers of the parts that it should aggregate there.
+        """
+        whole, second = self.whole, self.second
+        for part in range(len(second.plan.reducers)) if whole and second else ():
+            assert whole and second
+            low, high = second.part(part)
+            if low == high:
+                continue
+            if second.reducer(part) != self._me.peer:
+                yield second.reducer(part), Contribute(second.plan.key, second.digest, part, codec)
+            else:
+                yield (
+                    whole.reducer(part),
+                    ContributePartial(
+                        second.plan.key, second.digest, part, codec, self._second, second.plan.offers, False
+                    ),
+                )
+
     def counted(self, result: AveragingResult, record: Record, parts: Sequence[ReducedPart]) -> AveragingResult:
         """The result of a mean of clusters: how much it holds of each member of this cluster, and of the others."""
-        chunks = [clustered_plan.member_masks(members) for part in parts for members in part.members]
+        masks_of = (clustered_plan.member_masks(members) for part in parts for members in part.members)
+        chunks = [masks for masks in masks_of if len(masks) == len(record.clusters)]
         whole, members = self.whole, self.members
         others = {
             lead: Contribution(sum(masks[index].bit_count() for masks in chunks), len(chunks) * cluster.size)
@@ -126,7 +154,7 @@ class OwnCluster:
         }
         if whole is None or members is None or whole.digest != record.plan:
             return replace(result, clusters=others)
-        del others[whole.peers[self.index]]
+        others.pop(whole.peers[self.index], None)
         own = [masks[self.index] for masks in chunks]
         weights = [whole.weight(self.index, members.weights, 1 << bit) for bit in range(len(members.peers))]
         return replace(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
-from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.all_reduce import DATA, AllReduce
 from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
 from protocols.allreduce.clustered_plan import (
     ClusteredPlan,
@@ -37,6 +38,7 @@ from protocols.base import (
     LocalProgress,
     Member,
     Outcome,
+    PeerError,
     PeerId,
     PeerSilent,
     Stream,
@@ -247,6 +249,9 @@ class Round:
         while (exchange := self.exchange) is None or exchange.task.resolved.digest != opening.plan:
             if not await self.until(lambda: self.exchange is not exchange, deadline):
                 raise PeerSilent(peer, "the data phase of its plan did not begin here")
+        second = self.cluster.second
+        if second and peer in second.peers and peer not in self.cluster.peers and isinstance(opening, wire.Contribute):
+            raise PeerSilent(peer, "this peer is in another cluster")
         try:
             await exchange.serve(peer, stream, opening)
         except BadPayload as error:
@@ -298,6 +303,7 @@ class Round:
             group.create_task(self._cut_when_over())
             group.create_task(self._watch_members())
             group.create_task(self._ask_ahead())
+            group.create_task(self._decline())
             if not vote.votes:
                 group.create_task(self._ask_unless_told())
             if not (vote.votes or vote.forks_only):
@@ -307,6 +313,14 @@ class Round:
             if vote.votes:
                 group.create_task(self._await_call())
                 group.create_task(self.parts.fetch_for_vote())
+
+    async def _decline(self) -> None:
+        """Tell the others that a second cluster gets nothing from this peer: else they would wait for it."""
+        await self.until(lambda: self.cluster.second is not None or self.over())
+        for peer, opening in self.cluster.refusals(self._format.codec.name):
+            with suppress(PeerError):
+                async with self.host.transport.open(peer, DATA, self._within(self.vote.patience_seconds)) as stream:
+                    await stream.send(opening)
 
     async def _cut_when_over(self) -> None:
         if await self.until(self.over):

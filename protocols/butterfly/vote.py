@@ -213,7 +213,7 @@ class RoundVote:
         if clusters and not self._settings.clusters:
             raise BadPayload("a proposal of a mean of clusters, which this run has not")
         sizes, leads = [cluster.size for cluster in clusters], {member.peer for member in self.tally.roster}
-        if clusters and (len(sizes) != len(record.peers) or not leads.issuperset(record.peers)):
+        if clusters and not leads.issuperset(record.peers):
             raise BadPayload("a proposal of clusters that are not led by members")
         if not all(0 < size <= MAX_CLUSTER for size in sizes):
             raise BadPayload("a proposal of an empty cluster, or of one that is too large")

@@ -131,6 +131,8 @@ class VoteTally:
             return False
         if members == 0 or members != len({member.peer for member in record.roster}):
             return False
+        if record.clusters and len(record.clusters) != len(record.peers):
+            return False
         admitted = sum(not self.counts(member) for member in record.roster)
         if record.kind == Kind.FORK:
             return self.may_fork(record.roster)

@@ -184,7 +184,7 @@ REFUSED: tuple[tuple[str, type[Header], Change, str], ...] = (
     ("butterfly", Propose, recorded(state_root=FOREIGN), "of another state"),
     ("butterfly", Propose, recorded(parts=(), bounds=(), peers=()), "not of the whole vector"),
     ("butterfly", Propose, recorded(peers=()), "not of the whole vector"),
-    ("butterfly", Propose, recorded(clusters=(ClusterDigest(bytes(32), 32),)), "a mean of clusters"),
+    ("butterfly", Propose, recorded(clusters=(ClusterDigest(bytes(32), 32),) * 3), "a mean of clusters"),
     ("butterfly", Propose, recorded(kind=Kind.SKIP, bounds=()), "not of the whole vector"),
     ("butterfly", Propose, recorded(bounds=lambda each: (*each[:-1], each[-1] + 1)), "not of the whole vector"),
     ("butterfly", Propose, recorded(bounds=lambda each: (each[0], *each)), "not of the whole vector"),

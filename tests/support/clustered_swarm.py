@@ -69,6 +69,7 @@ class ClusteredSwarm(SimSwarm):
         self.names = [name for each in self.clusters for name in each]
         self.idle, self.peers, self.versions = idle, dict[PeerId, ClusterPeer](), list[ResolvedClusters]()
         self.offers, self.offered = list[tuple[Offer, ...]](), list[ClusterOffer]()
+        self.moved = dict[PeerId, int]()  # members that have offered their work to another cluster, too
         self.slow = dict[PeerId, float]()  # bytes/s of peers with slow lines
         self.disguises = dict[PeerId, Disguise]()
         # any two sets of contributors have different means
@@ -101,15 +102,19 @@ class ClusteredSwarm(SimSwarm):
     def offer(self) -> ClusteredPlan:
         """Let all members and leads offer their work. Returns the plan for all of them."""
         inputs = self.inputs()
-        self.offers = [tuple(self._offer(name, each[0]) for name in each) for each in self.clusters]
-        for each in self.offers:
-            made = clustered.make_cluster_offer(inputs, each[0].member, each, True)
+        joined = [sorted((*each, *self._moved_to(g))) for g, each in enumerate(self.clusters)]
+        self.offers = [tuple(self._offer(name, self.clusters[g][0]) for name in each) for g, each in enumerate(joined)]
+        for names, each in zip(self.clusters, self.offers, strict=True):
+            made = clustered.make_cluster_offer(inputs, Member(names[0]), each, True)
             signature = SimSigner(made.lead.peer, self.seed).sign(ClusterReady(KEY, made).signed())
             self.offered.append(replace(made, signature=signature))
         plan = clustered.make_clustered_plan(inputs, self.offered, 5.0)
         self.versions.append(clustered.resolve_clusters(plan, inputs))
         self.inner = [clustered.resolve_cluster(self.versions[0], g, each) for g, each in enumerate(self.offers)]
         return plan
+
+    def _moved_to(self, cluster: int) -> list[PeerId]:
+        return [name for name, to in self.moved.items() if to == cluster]
 
     def begin(self) -> None:
         """Let all peers begin the data phase."""

@@ -15,7 +15,7 @@ import torch
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.clustered_plan import ClusteredPlan
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import AveragingResult, Head, LocalProgress, Member, Outcome, PeerId, Settings, Vector
+from protocols.base import AveragingResult, Contribution, Head, LocalProgress, Member, Outcome, PeerId, Settings, Vector
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
 from protocols.consensus.record import Record, coordinators
@@ -114,19 +114,22 @@ class VotingClusters(ClusteredSwarm):
         """The mean is that of the members that its masks name, and what peers report of their own work is so, too."""
         by_lead = dict(zip(self.voters, self.inner, strict=True))
         self.inner = [by_lead[lead] for lead in record.peers]
-        counted, chunks = dict.fromkeys(self.names, 0), 0
+        chunks, counted, held = 0, dict.fromkeys(self.names, 0), [dict.fromkeys(each.peers, 0) for each in self.inner]
         for part in self.parts_of(record, name):
             chunks += part.chunks
             for index, members in enumerate(part.members):
-                self.check_chunk(part, index, clustered.member_masks(members), self.into[name], counted)
-        for reporter, result in self.results.items():
-            if result.record == record:
-                said = {peer: each.chunks_counted for peer, each in result.contributions.items()}
-                assert said == {peer: counted[peer] for peer in said}, reporter
-                for lead, total in result.clusters.items():
-                    cluster = self.clusters[self.voters.index(lead)]
-                    assert total.chunks_counted == sum(counted[peer] for peer in cluster), (reporter, lead)
-                    assert total.chunks == chunks * len(cluster)
+                masks = clustered.member_masks(members)
+                self.check_chunk(part, index, masks, self.into[name], counted)
+                for counts, mask in zip(held, masks, strict=True):
+                    for bit, peer in enumerate(counts):
+                        counts[peer] += mask >> bit & 1
+        for result in (result for result in self.results.values() if result.record == record):
+            for counts, lead in zip(held, record.peers, strict=True):
+                if lead in result.clusters:
+                    assert result.clusters[lead] == Contribution(sum(counts.values()), chunks * len(counts))
+                elif result.contributions:
+                    said = {peer: each.chunks_counted for peer, each in result.contributions.items()}
+                    assert said == counts
 
     def parts_of(self, record: Record, name: PeerId) -> list[ReducedPart]:
         cache = self.averagers[name].part_cache
@@ -141,6 +144,7 @@ class VotingClusters(ClusteredSwarm):
             part = cache.get(digest.digest)
             for members in part.members if part else ():
                 for lead, mask in zip(record.peers, clustered.member_masks(members), strict=True):
-                    for bit, peer in enumerate(self.clusters[self.voters.index(lead)]):
+                    for bit, offer in enumerate(self.offers[self.voters.index(lead)]):
+                        peer = offer.member.peer
                         counts[peer] += mask >> bit & 1
         return counts
