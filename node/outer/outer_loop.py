@@ -301,6 +301,7 @@ class OuterLoop(ABC):
             outcome=done.outcome or str(mean.outcome),
             peers=mean.peers,
             contributions=counted,
+            clusters={lead: (total.chunks_counted, total.chunks) for lead, total in mean.clusters.items()},
             blamed={blame.peer: blame.why for blame in mean.blamed},
             finite=done.finite,
             weight=mean.weights.get(me.peer, math.nan if me.peer in mean.peers else 0.0),

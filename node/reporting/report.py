@@ -97,6 +97,9 @@ class RoundReport:
     # Butterfly: the part of `seconds_average` and `seconds_overlap` in which data moved to or from this peer, at over
     # 40 kB/s. In the rest it waited for other peers, their parts and votes, or computed. Null with other protocols.
     seconds_moving: float = math.nan
+    # With clusters: leads of the others -> chunks counted of all their members together, chunks that these have in all.
+    # `contributions` then names the members of this peer's own cluster.
+    clusters: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def after(self, failed: RoundReport) -> RoundReport:
         """This report, with the faults and bytes of an attempt to catch up that failed just before it."""
