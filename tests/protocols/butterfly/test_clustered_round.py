@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -165,7 +166,7 @@ async def test_repair_gets_to_the_cluster_of_a_lost_lead(swarm: VotingClusters) 
 
 @simulated(VotingClusters, 3, 3, 3)
 async def test_last_voter_forks_with_the_mean_that_it_accepted(swarm: VotingClusters) -> None:
-    """The record of the fork names the clusters: without them nobody could read the parts."""
+    """The record of the fork names the clusters: without them no peer could read the parts."""
     last, *lost = swarm.order
 
     def watch(mover: PeerId, message: int, way: str, other: PeerId) -> None:
@@ -214,6 +215,67 @@ async def test_member_of_two_clusters_counts_in_one(swarm: VotingClusters, mover
     assert {fault.peer for fault in named} == {mover} and not any("refused" in fault.why for fault in named)
 
 
+# -- liars ------------------------------------------------------------------------------------------------------------
+
+
+Said: TypeAlias = ClusterPlan | ClusteredPlan
+LEADS: dict[str, Callable[[ClusterPlan, bool], ClusterPlan | None]] = {
+    "no plan": lambda said, first: None,
+    "a plan for some": lambda said, first: None if first else said,
+    "other reducers": lambda said, first: replace(
+        said, plan=replace(said.plan, version=1, reducers=said.plan.reducers[::-1])
+    ),
+    "other reducers for some": lambda said, first: replace(
+        said, plan=replace(said.plan, version=1, reducers=said.plan.reducers[:: -1 if first else 1])
+    ),
+    "a version that ends all others": lambda said, first: replace(said, plan=replace(said.plan, ballot=1 << 19)),
+    "forged offers": lambda said, first: replace(said, offers=(replace(said.offers[0], tokens=1), *said.offers[1:])),
+}
+
+
+def lie(swarm: VotingClusters, liar: PeerId, kind: type[Said], change: Callable[[Any, PeerId], Said | None]) -> None:
+    """Let a peer change, or keep to itself, what it sends of a kind."""
+
+    async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        said: Header | None = change(header, stream.peer) if isinstance(header, kind) else header
+        if said:
+            await stream.send(said, payload)
+
+    swarm.disguises[liar] = sending(send)
+
+
+@pytest.mark.parametrize("what", LEADS)
+@simulated(lambda what: VotingClusters(3, 3, 3))
+async def test_lying_lead_costs_its_cluster_at_most(swarm: VotingClusters, what: str) -> None:
+    liar = swarm.order[1]
+    cluster = swarm.clusters[swarm.voters.index(liar)]
+    lie(swarm, liar, ClusterPlan, lambda said, to: LEADS[what](said, to == cluster[1]))
+    await swarm.average()
+    record = swarm.decided([name for name in swarm.names if name != liar])
+    counts = swarm.counts(record)
+    assert {count for name, count in counts.items() if name not in cluster} == {whole(swarm, record)}
+    assert record.roster == swarm.head.roster and max(swarm.ended.values()) < 6.0
+
+
+@pytest.mark.parametrize("what", ["not to all", "another plan for some", "another plan for the others"])
+@simulated(lambda what: VotingClusters(3, 3, 3))
+async def test_lying_coordinator_leaves_one_mean(swarm: VotingClusters, what: str) -> None:
+    """It leaves a voter without the plan, or a cluster out of the plan that it sends."""
+    liar, second, third = swarm.order
+
+    def change(plan: ClusteredPlan, to: PeerId) -> ClusteredPlan | None:
+        if what == "not to all":
+            return None if to == third else plan
+        clusters = [each for each in plan.clusters if each.lead.peer != second]
+        other = clustered.make_clustered_plan(swarm.inputs(), clusters, CALL_SECONDS, plan.ballot)
+        return other if to == third or what.endswith("others") else plan
+
+    lie(swarm, liar, ClusteredPlan, change)
+    await swarm.average()
+    record = swarm.decided([name for name in swarm.names if name != liar])
+    assert record.averaged and max(swarm.ended.values()) < 12.0
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +290,7 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         except BadPayload as error:
             refused[what] = str(error)
 
-    async def lie() -> None:
+    async def try_all() -> None:
         await asyncio.sleep(2 * CALL_SECONDS)
         called = swarm.versions[0]
         plan = swarm.rounds["v1.1"].call.resolved
@@ -249,7 +311,7 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         attempt("v1.1", "v1", ClusterPlan(KEY, other, (*swarm.offers[1][:2], forged)), "forged offers")
         attempt("v1.1", "v1", ClusterPlan(KEY, other, swarm.offers[1][:2]), "forged cluster")
 
-    await swarm.average(lie())
+    await swarm.average(try_all())
     assert plan is None and len(refused) == 9, refused
     record = swarm.decided(swarm.names)
     assert set(swarm.counts(record).values()) == {whole(swarm, record)}
@@ -260,7 +322,7 @@ async def test_proposal_of_other_clusters_is_refused(swarm: VotingClusters) -> N
     first, second, _ = swarm.order
     refused = list[str]()
 
-    async def lie() -> None:
+    async def try_all() -> None:
         await asyncio.sleep(CALL_SECONDS)
         while not (accepted := swarm.rounds[second].vote.paxos.accepted):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -280,7 +342,7 @@ async def test_proposal_of_other_clusters_is_refused(swarm: VotingClusters) -> N
                 vote.receive(first, Propose(KEY, swarm.rounds[first].me, 0, lying))
             refused.append(str(error.value))
 
-    await swarm.average(lie())
+    await swarm.average(try_all())
     swarm.decided(swarm.names)
     assert len(refused) == 7
 
@@ -290,7 +352,7 @@ async def test_run_without_clusters_takes_no_plan_of_them(swarm: VotingClusters)
     swarm.settings = replace(swarm.settings, clusters=False)
     refused = list[str]()
 
-    async def lie() -> None:
+    async def try_all() -> None:
         first, second, _ = swarm.order
         await asyncio.sleep(0.1)
         for receiver, sender, message in (
@@ -303,7 +365,7 @@ async def test_run_without_clusters_takes_no_plan_of_them(swarm: VotingClusters)
         for session in swarm.rounds.values():
             session.supersede()
 
-    await swarm.average(lie())
+    await swarm.average(try_all())
     assert len(refused) == 2
     opening = Contribute(KEY, swarm.versions[0].digest, 0, "fp32")
     assert not swarm.rounds["v1"].cluster.acquaintances(opening)
