@@ -65,7 +65,11 @@ class ClusteredSwarm(SimSwarm):
         super().__init__(latency_seconds=0.02, bytes_per_second=1e6)
         self.settings = Settings(codec_name, (elements,), chunk, robust=robust)
         self.draw = random.Random(seed)
-        self.clusters = [[f"v{g}.{i}" if i else f"v{g}" for i in range(size)] for g, size in enumerate(sizes)]
+        leads, digits = [f"v{g:0{len(str(len(sizes) - 1))}}" for g in range(len(sizes))], len(str(max(sizes) - 1))
+        self.clusters = [
+            [f"{lead}.{i:0{digits}}" if i else lead for i in range(size)]
+            for lead, size in zip(leads, sizes, strict=True)
+        ]
         self.names = [name for each in self.clusters for name in each]
         self.idle, self.peers, self.versions = idle, dict[PeerId, ClusterPeer](), list[ResolvedClusters]()
         self.offers, self.offered = list[tuple[Offer, ...]](), list[ClusterOffer]()

@@ -30,14 +30,14 @@ def whole(swarm: VotingClusters, record: Record) -> int:
     return sum(len(part.members) for part in swarm.parts_of(record, swarm.order[0]))
 
 
-@pytest.mark.parametrize("sizes", [(3, 3, 3), (1, 4, 2), (1, 1, 1)])
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (1, 4, 2), (1, 1, 1), *long(((12,) * 12,))])
 @simulated(lambda sizes: VotingClusters(*sizes))
 async def test_calm_round_decides_the_work_of_all(swarm: VotingClusters) -> None:
     await swarm.average()
     record = swarm.decided(swarm.names)
     assert record.averaged and record.roster == swarm.head.roster and not record.complaints
     assert set(swarm.counts(record).values()) == {whole(swarm, record)}
-    assert max(swarm.ended.values()) < CALL_SECONDS + 1.0
+    assert max(swarm.ended.values()) < CALL_SECONDS + 1.5
 
 
 VICTIMS: dict[str, Callable[[VotingClusters], PeerId]] = {
