@@ -375,6 +375,8 @@ class Host:
     clock: Clock
     signer: Signer
     seed: int
+    removed: Callable[[PeerId], bool] = lambda peer: False
+    """Whether a peer was removed from the run for good. Peers may learn it at different times; it never ends."""
 
     @property
     def me(self) -> PeerId:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +99,9 @@ class RestartPoint:
     def description(self) -> str:
         return f"from {_listed(self.checkpoints[:1])}" if self.checkpoints else ""
 
-    def waiting_reason(self, me: Member, fork_peers: int) -> str:
+    def waiting_reason(
+        self, me: Member, fork_peers: int, removed: Callable[[PeerId], bool] = lambda peer: False
+    ) -> str:
         """Why this peer waits if no other peer comes: it is not in the state's roster. Empty if it is.
 
         This happens where the peer left and others continued, and with a new identity in an old directory.
@@ -109,6 +111,8 @@ class RestartPoint:
         if me.peer in roster or not self.shares_anchor:
             return ""
         if any(me.peer == member.peer for each in head.former for member in each):
+            if fork_peers and all(map(removed, roster)):
+                return "all members of the saved state were removed from the run: former members continue after a fork"
             line = f"this peer left the run before its last members ({_named(roster)}). It waits for one of them"
             return f"{line}, or for most of the peers that left" if fork_peers else f"{line}: the run forbids forks"
         return (

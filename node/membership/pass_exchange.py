@@ -188,6 +188,17 @@ class PassExchange:
         assert self.run is not None
         return self.run.why_not(shown, key, self.revoked, self._now())
 
+    def has_removed(self, peer: PeerId) -> bool:
+        """Whether the founder has removed this peer itself: for good, whatever pass it shows.
+
+        Two peers with the same revocations agree. Guests of a removed peer, and those whom another peer than the
+        founder has removed, may come back with a pass from others.
+        """
+        try:
+            return self.run is not None and self.revoked.has(public_key_of(peer), self.run.founder)
+        except ValueError:  # rosters come from others
+            return False
+
     def pass_of(self, peer: PeerId) -> Pass | None:
         """The pass that a peer has shown, if it is admitted; this peer's own, too."""
         if peer == self._me:

@@ -206,8 +206,8 @@ class SessionBuilder:
         return DhtDirectory(peer.transport, peer.state.identity, peer.clock, self._key.run, membership.offset_seconds)
 
     def host(self, directory: DhtDirectory, membership: Membership) -> Host:
-        peer, seed = self._peer, self._run.seed
-        return Host(peer.transport, directory, membership, peer.compute, peer.clock, peer.state.identity, seed)
+        peer, seed, removed = self._peer, self._run.seed, self._peer.private.exchange.has_removed
+        return Host(peer.transport, directory, membership, peer.compute, peer.clock, peer.state.identity, seed, removed)
 
     def checkpoints(self) -> CheckpointManager:
         peer = self._peer

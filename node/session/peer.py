@@ -369,6 +369,7 @@ class Peer:
         start = await self._processes.disk.run(load, 0)
         if line := start.description():
             self._say(line)
-        if own and (line := start.waiting_reason(me, manifest.config.fork_peers)):
+        removed = self._processes.private.exchange.has_removed
+        if own and (line := start.waiting_reason(me, manifest.config.fork_peers, removed)):
             self._say(line)
         return start

@@ -87,17 +87,26 @@ def visitors_access(directory: Path, visitor: PeerId, clock: Clock) -> PassExcha
     exchange = PassExchange(visitor, clock.wall)
     try:
         own = NO_PASS if public_key_of(signer.peer_id) == run.founder else store.shown(run.run)
+        if own is None:
+            raise NotInvited(f"{directory} holds no pass to its run: {PRIVATE}")
+        links = own.links
+
+        def shown() -> Pass:
+            until = int(clock.wall()) + VISIT_SECONDS
+            return Pass((*links, _link(signer, public_key_of(visitor), run.run, VISITOR, 0, until)))
+
+        _enter(exchange, run, shown, store)
     except StateError as error:
         raise FatalPeerError(str(error)) from None
-    if own is None:
-        raise NotInvited(f"{directory} holds no pass to its run: {PRIVATE}")
-
-    def shown() -> Pass:
-        until = int(clock.wall()) + VISIT_SECONDS
-        return Pass((*own.links, _link(signer, public_key_of(visitor), run.run, VISITOR, 0, until)))
-
-    exchange.enter(run, shown)
     return exchange
+
+
+def _enter(exchange: PassExchange, run: PrivateRun, shown: Callable[[], Pass], store: PassFiles) -> None:
+    """Be in a run with the removals that a directory holds. Raises StateError."""
+    try:
+        exchange.enter(run, shown, store.revocations(run.run))
+    except BadPayload:
+        raise StateError(f"{store.revoked} is damaged: delete it, and others tell who was removed") from None
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -163,10 +172,7 @@ class PrivateMembership:
 
     def _enter(self, run: PrivateRun, shown: Pass) -> None:
         self._pass = shown
-        try:
-            self.exchange.enter(run, lambda: self._pass, self._store.revocations(run.run))
-        except BadPayload:
-            raise StateError(f"{self._store.revoked} is damaged: delete it, and others tell who was removed") from None
+        _enter(self.exchange, run, lambda: self._pass, self._store)
 
     def _accept(self, run: bytes, shown: Pass) -> None:
         """Use a pass before the manifest is there. Whether its first issuer is the founder, the manifest will tell."""

@@ -30,12 +30,13 @@ T = TypeVar("T")
 ANSWER_SECONDS = 10.0
 
 
-def _show_pass(transport: LibP2PTransport, member: Path | None) -> None:
+def _show_pass(transport: LibP2PTransport, member: Path | None) -> PassExchange:
     """Visit a private run, with passes that the key of the state directory `member` signs; None: only open runs."""
     clock = WallClock()
     access = visitors_access(member, transport.me, clock) if member else PassExchange(transport.me, clock.wall)
     access.serve(transport)
     transport.restrict(access)
+    return access
 
 
 async def remote_status(address: str, member: Path | None = None) -> dict[str, Any]:
@@ -63,14 +64,15 @@ async def fetch_model(
     """
     identity, clock = create(directory / "identity.key"), WallClock()
     async with ThreadCompute() as compute, LibP2PTransport(identity) as transport:
-        _show_pass(transport, member)
+        access = _show_pass(transport, member)
         answers = await _ask_each(transport, addresses, say)
         run = await compute.run(partial(fetchable, next(iter(answers.values())).sealed, base), 0)
         if any(run_id(each.sealed) != run.manifest.run_id for each in answers.values()):
             raise FatalPeerError("these addresses lead into different runs: give addresses of one run only")
         members = StaticMembers([Member(identity.peer_id, INCARNATION)])
         directory_of_run = DhtDirectory(transport, identity, clock, bytes.fromhex(run.manifest.run_id))  # not entered
-        host = Host(transport, directory_of_run, members, compute, clock, identity, run.manifest.config.seed)
+        seed, removed = run.manifest.config.seed, access.has_removed
+        host = Host(transport, directory_of_run, members, compute, clock, identity, seed, removed)
         return await fetch_state(host, run, list(answers), directory)
 
 

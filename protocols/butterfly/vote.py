@@ -91,6 +91,7 @@ class RoundVote:
         self.tally = VoteTally(
             head.key, head.roster, endpoint.host.signer, settings.quorum, settings.fork_peers, head.former
         )
+        self.tally.removed = endpoint.host.removed
         self.paxos = PaxosInstance(voter, self.tally)
         self.forks_only = self.tally.forks_only(voter)  # no vote, but it may fork with others like it
         self.changed = Notifier()
@@ -348,16 +349,16 @@ class RoundVote:
         """Live peers without a vote that have this member's state and may fork with it; none if it may not fork.
 
         The first of: the successors of the whole roster, since none of its members can come back; a majority of a
-        former roster, if no member is live, since such a fork wins over all that the members decide; the successors
-        that are live.
+        former roster, if no member is live, since such a fork wins over all that the members decide, or any former
+        members, if all members were removed; the successors that are live.
         """
         me, tally = self._me, self.tally
         waiting = [member for member in (me, *self.observers.values()) if member in live]
         successors = tuple(sorted(filter(tally.is_successor, waiting)))
         if len(successors) < len(tally.roster) and live.isdisjoint(tally.roster):
-            many = tally.former_majority(waiting)
-            if me in many:
-                return many
+            before = tally.former_members(waiting)
+            if me in before:
+                return before
         return successors if me in successors else ()
 
     def _fork_patience_seconds(self, left: Sequence[Member], live: set[Member], called: RoundPlan | None) -> float:

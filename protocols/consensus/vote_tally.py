@@ -3,7 +3,8 @@
 The members of a roster vote, each in the incarnation that the roster names. A later incarnation, its successor, has no
 vote, because it does not remember what the member promised. But the earlier one is certainly over, so successors may
 FORK with other successors. A roster shrinks as members leave, and the last of them may be lost for good. A majority of
-one of the larger rosters before it may FORK, successors included, if they outnumber the members that they replace.
+one of the larger rosters before it may FORK, successors included, if they outnumber the members that they replace. If
+all members of a roster were removed from the run for good, any of the members before it may.
 
 Signatures of votes are checked here and nowhere else. `Signer.verify` is a function of its arguments: the tally is
 pure.
@@ -75,6 +76,7 @@ class VoteTally:
     ) -> None:
         self.key, self.roster, self.signer, self.fork_peers = key, tuple(roster), signer, fork_peers
         self._former, self._quorum = former, quorum or majority
+        self.removed: Callable[[PeerId], bool] = lambda peer: False  # as in `Host`
         self.quorum = self._quorum(len(self.roster))
         self._signed = b"starling accept" + canonical_bytes(key)
         self._order = records.coordinators(key.lineage, self.roster)
@@ -143,16 +145,30 @@ class VoteTally:
 
         - members of the roster that are too few to decide;
         - successors; those of a whole roster are enough even if it had fewer than `fork_peers` members;
-        - successors and former members that are a majority of a former roster and outnumber the present one.
+        - successors and former members that are a majority of a former roster and outnumber the present one;
+        - former members, if the whole roster was removed. They may be removed later, and their fork still stands.
         """
         if left and all(map(self.is_successor, left)):
             return self.fork_peers > 0 and min(self.fork_peers, len(self.roster)) <= len(left)
         if left and all(map(self.forks_only, left)):
-            return 0 < self.fork_peers <= len(left) and any(self._majority_of(each, left) for each in self._former)
+            entitled = self.is_former_majority(left) or (self._is_removed() and all(map(self.was_member, left)))
+            return 0 < self.fork_peers <= len(left) and entitled
         return all(map(self.counts, left)) and 0 < self.fork_peers <= len(left) < self.quorum
 
-    def former_majority(self, here: Collection[Member]) -> tuple[Member, ...]:
-        """Those of `here` that are a majority of a former roster: the latest one that has a majority. Else empty."""
+    def _is_removed(self) -> bool:
+        """Whether all members were removed, so that none of them comes back."""
+        return all(self.removed(member.peer) for member in self.roster)
+
+    def is_former_majority(self, left: Sequence[Member]) -> bool:
+        """Whether these members may replace the roster because of their number."""
+        return any(self._majority_of(each, left) for each in self._former)
+
+    def former_members(self, here: Collection[Member]) -> tuple[Member, ...]:
+        """Those of `here` that may replace the roster: all former members if it was removed. Else those that are a
+        majority of a former roster: the latest one that has a majority. Else none.
+        """
+        if self._is_removed():
+            return tuple(sorted(each for each in here if self.was_member(each) and not self.removed(each.peer)))
         for each in self._former:
             peers = {member.peer for member in each}
             left = tuple(sorted(member for member in here if member.peer in peers and self.forks_only(member)))

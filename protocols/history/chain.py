@@ -179,14 +179,13 @@ class Chain:
     def common(self, locator: Sequence[bytes]) -> bytes | None:
         return next((lineage for lineage in locator if lineage in self), None)
 
-    def largest(self, lineage: bytes) -> int:
-        """Size of the largest roster after this lineage; 0 if it is not on this chain."""
+    def rosters_after(self, lineage: bytes) -> list[tuple[Member, ...]]:
+        """The rosters after this lineage, the latest `MAX_ROSTERS` or more; none if it is not on this chain."""
         place = self._place(lineage)
         if place is None:
-            return 0
-        trunk = self._trunk.largest(place, self._shared) if place < self._shared else 0
-        own = self._own.largest(max(0, place - self._shared), len(self._own)) if self._own else 0
-        return max(trunk, own)
+            return []
+        trunk = self._trunk.rosters_after(place, self._shared) if place < self._shared else []
+        return trunk + (self._own.rosters_after(max(0, place - self._shared), len(self._own)) if self._own else [])
 
     def members(self, limit: int) -> tuple[Member, ...]:
         """At most `limit` members of the last `MAX_ROSTERS` rosters, latest first, one incarnation of each peer."""

@@ -10,6 +10,10 @@ A FORK of former members outnumbers the whole roster that it replaces. Against a
 roster wins; if both are equal, the other child wins. So a peer that left last and comes back does not undo what all
 others have trained since, nor a few peers that start apart from the others a branch that has grown without them.
 
+All this holds between two branches on which rosters after that point have a member that was not removed from the run
+for good, and between two on which none has. Of two others, the one with such members wins: removed peers alone could
+continue the other one. So rounds that removed peers decided among themselves count only against their like.
+
 A peer without a child of its own at that lineage does not follow a FORK while the members that it leaves out are enough
 to decide, since a single member can make one. If it is `stranded`, undecided for so long that it might fork itself, it
 follows.
@@ -20,13 +24,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from protocols.base import BadPayload, Head, Member, Signer
+from protocols.base import BadPayload, Head, Member, PeerId, Signer
 from protocols.consensus.messages import Certificate
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import VoteTally
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.round_log import RoundLog
+
+Rosters: TypeAlias = Sequence[tuple[Member, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +50,13 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ForkChoice:
-    """The rules of a run for certificates and branches; `quorum` and `fork_peers` as in `VoteTally`."""
+    """The rules of a run for certificates and branches; `removed` is as in `Host`, the rest as in `VoteTally`."""
 
     me: Member
     signer: Signer
     quorum: Callable[[int], int] | None = None
     fork_peers: int = 1
+    removed: Callable[[PeerId], bool] = lambda peer: False
 
     def judge(self, head: Head, certificate: Certificate) -> DecidedRound:
         """Verify a certificate of the round after `head`, and return the round; raises BadPayload."""
@@ -88,8 +96,8 @@ class ForkChoice:
             return None
         ours, first = chain.child(head.key.lineage), links[shared]
         if ours:
-            sizes = _largest(links, shared), chain.largest(head.key.lineage)
-            if not self._wins(head, (first, ours), sizes):
+            rosters = _rosters(links, shared), chain.rosters_after(head.key.lineage)
+            if not self._wins(head, (first, ours), rosters):
                 return None
         own = 1 if ours or stranded else 0  # with another child here, or after waiting in vain, follow the FORK
         end = self._first_hasty(head, links, shared, shared + own)
@@ -100,6 +108,9 @@ class ForkChoice:
     def better(self, first: Branch, second: Branch) -> Branch:
         """The winner of two branches that both win over one chain."""
         if first.ancestor.key.round != second.ancestor.key.round:  # it wins where the other still follows the chain
+            removed = [self._are_removed(_rosters(each.links, 0)) for each in (first, second)]
+            if removed[0] != removed[1]:
+                return second if removed[0] else first
             return min(first, second, key=lambda branch: branch.ancestor.key.round)
         head = first.ancestor
         mine, others = first.links, second.links
@@ -107,8 +118,8 @@ class ForkChoice:
         parted = bisect_left(both, True, key=lambda place: mine[place].lineage != others[place].lineage)
         if parted < len(both):
             head = mine[parted - 1].head if parted else first.ancestor
-            sizes = _largest(mine, parted), _largest(others, parted)
-            return first if self._wins(head, (mine[parted], others[parted]), sizes) else second
+            rosters = _rosters(mine, parted), _rosters(others, parted)
+            return first if self._wins(head, (mine[parted], others[parted]), rosters) else second
         return max(first, second, key=lambda branch: len(branch.links))
 
     def depends_on_growth(self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound]) -> bool:
@@ -118,12 +129,19 @@ class ForkChoice:
         ours = chain.child(head.key.lineage) if head else None
         if head is None or ours is None or shared == len(links):
             return False
-        return _of_former(head, ours) != _of_former(head, links[shared])
+        if self._are_removed(_rosters(links, shared)):
+            return True
+        return self._of_former(head, ours) != self._of_former(head, links[shared])
 
-    def _wins(self, head: Head, children: tuple[DecidedRound, DecidedRound], sizes: tuple[int, int]) -> bool:
-        former = tuple(_of_former(head, child) for child in children)
+    def _wins(self, head: Head, children: tuple[DecidedRound, DecidedRound], rosters: tuple[Rosters, Rosters]) -> bool:
+        """Whether the branch of the first child wins; `rosters` of both branches after `head`."""
+        removed = tuple(map(self._are_removed, rosters))
+        if removed[0] != removed[1]:
+            return removed[1]
+        former = tuple(self._of_former(head, child) for child in children)
         if former[0] == former[1]:
             return _rank(head, children[0]) < _rank(head, children[1])
+        sizes = map(self._largest, rosters)
         one, other = (size if fork else max(size, len(head.roster)) for fork, size in zip(former, sizes, strict=True))
         return one > other if former[0] else one >= other
 
@@ -143,7 +161,27 @@ class ForkChoice:
         return record.kind == Kind.FORK and left_out and others >= self._tally(head).quorum
 
     def _tally(self, head: Head) -> VoteTally:
-        return VoteTally(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
+        tally = VoteTally(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
+        tally.removed = self.removed
+        return tally
+
+    def _of_former(self, head: Head, child: DecidedRound) -> bool:
+        """Whether a child is a FORK of former members because of their number, whether or not members were removed."""
+        peers = {member.peer for member in head.roster}
+        record = child.record
+        outside = record.kind == Kind.FORK and any(member.peer not in peers for member in record.roster)
+        return outside and self._tally(head).is_former_majority(record.roster)
+
+    def _are_removed(self, rosters: Rosters) -> bool:
+        """Whether all members of all these rosters were removed; not if none is remembered."""
+        return bool(rosters) and not any(map(self._has_members, reversed(rosters)))
+
+    def _largest(self, rosters: Rosters) -> int:
+        """Size of the largest roster that has a member."""
+        return max((len(each) for each in rosters if self._has_members(each)), default=0)
+
+    def _has_members(self, roster: tuple[Member, ...]) -> bool:
+        return not all(self.removed(member.peer) for member in roster)
 
 
 def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
@@ -156,16 +194,11 @@ def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
     return -len(record.roster), int(not set(record.roster) <= set(head.roster)), child.lineage
 
 
-def _of_former(head: Head, child: DecidedRound) -> bool:
-    peers = {member.peer for member in head.roster}
-    record = child.record
-    return record.kind == Kind.FORK and any(member.peer not in peers for member in record.roster)
-
-
-def _largest(links: Sequence[DecidedRound], start: int) -> int:
+def _rosters(links: Sequence[DecidedRound], start: int) -> Rosters:
+    """The rosters after the rounds from `start` on."""
     if isinstance(links, RoundLog):
-        return links.largest(start, len(links))
-    return max(len(link.head.roster) for link in links[start:])
+        return links.rosters_after(start, len(links))
+    return [link.head.roster for link in links[start:]]
 
 
 def _forks(links: Sequence[DecidedRound]) -> Iterable[int]:

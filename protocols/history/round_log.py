@@ -214,10 +214,11 @@ class RoundLog(Sequence[DecidedRound]):
     def rosters(self, place: int) -> Iterator[tuple[Member, ...]]:
         return (each.members for each in reversed(self._rosters) if each.since <= place)
 
-    def largest(self, place: int, stop: int) -> int:
+    def rosters_after(self, place: int, stop: int) -> list[tuple[Member, ...]]:
+        """Those after the rounds from `place` on, before `stop`."""
         first = max(1, bisect_right(self._rosters, place + 1, key=lambda each: each.since))
         last = bisect_right(self._rosters, stop, key=lambda each: each.since)
-        return max((len(each.members) for each in self._rosters[first - 1 : last]), default=0)
+        return [each.members for each in self._rosters[first - 1 : last]]
 
     @overload
     def __getitem__(self, place: int) -> DecidedRound: ...

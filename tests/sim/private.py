@@ -204,7 +204,7 @@ class PrivateWorld(ScenarioRunner):
         live = lambda: [each.peer for each in members.contacts() if each.live]  # noqa: E731
         self.spawn(me.peer, members.run())
         self.spawn(me.peer, private.exchange.spread(live))
-        return replace(host, members=members)
+        return replace(host, members=members, removed=private.exchange.has_removed)
 
     def _membership(self, host: Host, transport: SimTransport) -> Membership:
         me = transport.node.member

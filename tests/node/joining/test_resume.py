@@ -178,3 +178,7 @@ def test_restart_position_and_obstacle_are_reported(tmp_path: Path, chain: Chain
     left = begun.waiting_reason(first, 1)
     assert "left the run before its last members" in left and left.endswith("or for most of the peers that left")
     assert begun.waiting_reason(first, 0).endswith("the run forbids forks")
+    gone = {each.peer for each in others}
+    assert begun.waiting_reason(first, 1, gone.__contains__).endswith("former members continue after a fork")
+    assert begun.waiting_reason(first, 1, {others[0].peer}.__contains__) == left
+    assert begun.waiting_reason(first, 0, gone.__contains__).endswith("the run forbids forks")

@@ -269,6 +269,20 @@ async def test_revoked_peers_streams_end_at_all_connected_within_two_seconds(swa
     await asyncio.gather(*tasks, *loops, return_exceptions=True)
 
 
+async def test_only_removals_by_the_founder_are_for_good(swarm: Swarm) -> None:
+    """The others may come back with a pass from another member, so peers must not count them as gone."""
+    anna, bert, carl = swarm.members
+    await bert.exchange.revoke(bert.revokes(carl))
+    assert bert.exchange.why_not(carl.me, swarm.of_carl) and not bert.exchange.has_removed(carl.me)
+    again = Pass((anna.link(carl, 3),))
+    assert not bert.exchange.why_not(carl.me, again)
+    await bert.exchange.revoke(anna.revokes(bert))
+    assert bert.exchange.has_removed(bert.me) and not bert.exchange.has_removed(carl.me), "his guest"
+    await bert.exchange.revoke(anna.revokes(carl))
+    assert bert.exchange.has_removed(carl.me) and bert.exchange.why_not(carl.me, again)
+    assert not bert.exchange.has_removed("no id"), "rosters come from others"
+
+
 async def test_revocations_are_caught_up_on_when_two_sides_meet(swarm: Swarm) -> None:
     anna, dora, bert = swarm.anna, swarm.fred, swarm.bert
     dora.enter(anna, Pass((anna.link(dora, 3),)))

@@ -180,6 +180,7 @@ async def test_ticket_of_three_uses_admits_three_of_twenty_across_two_restarts(
 async def test_visitor_of_a_member_reads_the_status_and_is_no_member(machines: Machines, tmp_path: Path) -> None:
     anna, bert = machines.anna, machines.bert
     await bert.join(await anna.invites(), machines.manifest)
+    await anna.private.revoke(machines.carl.me)
     clock: Any = SimpleNamespace(wall=lambda: NOW)
     for member in (anna, bert):
         visitor = Machine(machines.network, tmp_path, f"visitor-of-{member.name}")
@@ -190,6 +191,7 @@ async def test_visitor_of_a_member_reads_the_status_and_is_no_member(machines: M
         access._transport = visitor.transport
         visitor.transport.restrict(access)
         assert await visitor.reaches(anna)
+        assert access.has_removed(machines.carl.me) is (member is anna), "the removals that the directory holds"
         with pytest.raises(PeerGone):
             async with visitor.transport.open(anna.me, HELLO, now() + 5):
                 pass

@@ -243,7 +243,7 @@ def test_former_majority_of_shrunken_roster_may_fork(
     assert tally.may_fork(back) == may
     assert not VoteTally(head.key, head.roster, SimSigner("m0", SEED), fork_peers=0, former=head.former).may_fork(back)
     if may and not any(map(tally.is_successor, back)):
-        assert set(tally.former_majority(back)) <= set(back)
+        assert set(tally.former_members(back)) <= set(back)
         assert rules().judge(head, forked(head, *back).certificate).head.roster == back
 
 

@@ -15,11 +15,13 @@ from tests.sim.private import play
 from tests.support.long import long
 
 
-@pytest.mark.parametrize("seeds", ["0:2", "706", *long("2:60")])
+@pytest.mark.parametrize("seeds", ["0:2", "706", *long("2:60", "237", "640")])
 def test_private_run_keeps_its_invariants_under_faults(seeds: str) -> None:
     """`python -m tests.sim.private --seeds 0:1000` plays more.
 
     706: a second record is proposed while a member waits before it asks again for the parts of the first.
+    237: three that are cut off decide rounds, and are removed; the founder forks without those rounds.
+    640: two that are cut off decide rounds that all others take over, and are removed.
     """
     assert private.main(["--seeds", seeds]) == 0
 
