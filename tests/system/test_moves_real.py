@@ -83,8 +83,8 @@ CROWDED_SECONDS = 300.0  # the joiners are in the roster after one round, and in
 class RebalancingSwarm(RealSwarm):
     invariants = staticmethod(partial(stage_checkers.check, movers="abcdef"))
 
-    def crowd(self) -> dict[str, RealPeer]:
-        """Four, one and one peers, of which any may move."""
+    def crowd(self) -> list[list[RealPeer]]:
+        """Start four, one and one peers, of which any may move from then on; returns those of each stage."""
         founder = self.found("a")
         for name in "bc":  # the first of stages 1 and 2
             self.join(name, via=founder)
@@ -92,9 +92,11 @@ class RebalancingSwarm(RealSwarm):
             placed = self.peer(name).start("--bootstrap", founder.address, "--stage", "0")
             wait(f"{name} is in stage 0", lambda placed=placed: (placed.directory / "stage").exists(), 60)  # type: ignore[misc]
             kill(placed)
+        crowded = self.by_stage()
+        assert [len(each) for each in crowded] == [4, 1, 1]
         self.join("d", "e", "f", via=founder)
-        wait("four train in stage 0", lambda: one_mean(self.by_stage()[0]), CROWDED_SECONDS)
-        return self.peers
+        wait("all train that are in stage 0", lambda: one_mean(self.by_stage()[0]), CROWDED_SECONDS)
+        return crowded
 
     def by_stage(self) -> list[list[RealPeer]]:
         stages = {peer: int((peer.directory / "stage").read_text()) for peer in self.peers.values()}
@@ -110,9 +112,7 @@ class RebalancingSwarm(RealSwarm):
 def test_crowded_stage_spreads_by_itself_without_lost_rounds(tmp_path: Path) -> None:
     """The rule looks once a minute, and a round is shorter than that here."""
     with RebalancingSwarm(tmp_path, CROWDED) as swarm:
-        peers = swarm.crowd()
-        before = swarm.by_stage()
-        assert [len(each) for each in before] == [4, 1, 1]
+        before = swarm.crowd()
         begun = max(peer.last()["round"] for peer in swarm.by_stage()[0])
         wait("two work in each stage", swarm.is_balanced, 480, 0.25)
         drivers = swarm.by_stage()[0]
@@ -120,7 +120,7 @@ def test_crowded_stage_spreads_by_itself_without_lost_rounds(tmp_path: Path) -> 
         assert ended - begun <= BALANCED_ROUNDS
         after = swarm.by_stage()
         assert set(before[1]) <= set(after[1]) and set(before[2]) <= set(after[2]), "two moves"
-        assert all("pinned" not in (peer.directory / "stage").read_text() for peer in peers.values())
+        assert all("pinned" not in (peer.directory / "stage").read_text() for peer in swarm.peers.values())
         goes_on(drivers[0], "in balance")
     for driver in drivers:
         decided = [each for each in driver.reports() if begun < each["round"] and each["outcome"] in DECIDED]
