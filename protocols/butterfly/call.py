@@ -370,6 +370,8 @@ class RoundStart:
         """Take a plan from the lead of this peer's cluster, or a version of it. Voters have it from the coordinator."""
         if self._me in self._roster:
             raise BadPayload("a lead's plan for its cluster, sent to a voter")
+        if all(member.peer != peer for member in self._roster):
+            raise BadPayload("a lead's plan for its cluster, from a peer that is not a voter")
         plan = (
             self.cluster.take(peer, message) if isinstance(message, ClusterPlan) else self.cluster.later(peer, message)
         )

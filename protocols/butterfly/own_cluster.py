@@ -101,14 +101,14 @@ class OwnCluster:
         return message.plan
 
     def later(self, peer: PeerId, version: ClusterVersion) -> ClusteredPlan | None:
-        """The version of the plan of which a lead tells; None if this peer has no such plan. Raises BadPayload if the
-        sender is not to tell of it.
+        """The version of the plan of which a voter tells. None if this peer has no such plan, or if that voter neither
+        leads its cluster nor stands by: it may not know that this peer has moved.
         """
         whole = self.whole
         if whole is None or self.members is None or whole.digest != version.plan:
             return None
         if peer != whole.peers[self.index] and peer not in self.standby():
-            raise BadPayload("a version of the plan from a peer that neither leads the cluster nor stands by")
+            return None
         return replace(whole.plan, ballot=version.ballot, version=version.version, reducers=version.reducers)
 
     # -- in the data phase, and after it ------------------------------------------------------------------------------

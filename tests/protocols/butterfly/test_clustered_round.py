@@ -303,7 +303,9 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         attempt("v2", "v1", later, "version to a voter")
         attempt("v1.1", "v2", replace(honest, offers=swarm.offers[2]), "plan of another cluster")
         attempt("v1.1", "v1.2", honest, "plan of a mate")
-        attempt("v1.1", "v0", later, "version of a stranger")
+        attempt("v1.1", "v1.2", later, "version of a mate")
+        attempt("v1.1", "v0", later, "version of another lead, which is only ignored")
+        assert swarm.rounds["v1.1"].call.resolved is plan
         attempt("v1.1", "v2", replace(later, reducers=(7, 0, 0)), "version with unknown reducers")
         attempt("v1.1", "v1", replace(honest, plan=swapped), "plan with unknown reducers")
         fresh = clustered.make_cluster_offer(swarm.inputs(), called.plan.clusters[1].lead, swarm.offers[1][:2], True)
