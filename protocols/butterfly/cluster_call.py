@@ -12,9 +12,11 @@ has lost it since is left out. An associate that has found another lead signs it
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
+from protocols.aio import loop_time
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce import plan as planning
 from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterOffer, ClusterReady, OfferToLead
@@ -196,10 +198,11 @@ class ClusteredStart(RoundStart):
             self._state_rest(self._rests and not self._working_associates())
         elif not self._mine.leaving:  # even after the call, the next roster can leave this member out
             return
-        after, now = self._complete_after(), self._elapsed()
-        is_complete = after is not None and now >= after
-        if after is not None and not is_complete:
-            self._look = asyncio.get_running_loop().call_later(after - now, self._consider)
+        after = self._complete_after()
+        due = math.inf if after is None else self._began + after
+        is_complete = loop_time() >= due
+        if not is_complete and due < math.inf:
+            self._look = asyncio.get_running_loop().call_at(due, self._consider)
         here = {self._me, *self._attachment.book.associates()}
         offers = [each for each in self._members.values() if each.member in here and not self._is_strange(each)]
         offers.sort(key=lambda offer: offer.member)

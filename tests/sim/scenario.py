@@ -49,6 +49,7 @@ class Scenario:
         overlaps: whether peers train on while a round averages.
         fragments: of the vector, which rounds average in turn.
         voters: peers in the first roster; 0: all, up to `MAX_ROSTER`. The others observe until a record admits them.
+        clusters: no roster is larger than the first one, and the work of the others counts, through its members.
     """
 
     protocol: str = "butterfly"
@@ -75,6 +76,7 @@ class Scenario:
     overlaps: bool = False
     fragments: int = 1
     voters: int = 0
+    clusters: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
@@ -114,6 +116,8 @@ class Scenario:
             raise ValueError(f"a roster of {self.protocol} holds at most {MAX_ROSTER} peers, not {self.peers}")
         if self.peers > (self.voters or MAX_ROSTER) and (self.stages > 1 or self.fault != "none"):
             raise ValueError("with observers, runs without stages and faults are played")
+        if self.clusters and (self.protocol != "butterfly" or self.stages > 1):
+            raise ValueError("clusters are of the butterfly, without stages")
 
     def names(self) -> tuple[PeerId, ...]:
         return tuple(f"p{index}" for index in range(self.peers))

@@ -313,7 +313,8 @@ class World(SimSwarm):
             hints=lambda: self.sharing(index),
             on_better=lambda branch: averager.supersede(),
         )
-        averager = load_averager(self.scenario.protocol)(host, settings, part_cache, sync.hear)
+        lineages = {"lineage_of": chain.lineage_of} if settings.clusters else {}
+        averager = load_averager(self.scenario.protocol)(host, settings, part_cache, sync.hear, **lineages)
         outer_loop = ReplicatedOuterLoop(
             chain,
             averager,
@@ -348,6 +349,8 @@ class World(SimSwarm):
             bandwidth=scenario.uplinks[index],
             incarnation=transport.node.incarnation,
             overlaps=scenario.overlaps,
+            voters=len(self.roster) if scenario.clusters else MAX_ROSTER,
+            clusters=scenario.clusters,
         )
 
     # -- rounds and their reports -------------------------------------------------------------------------------------

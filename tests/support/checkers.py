@@ -109,9 +109,11 @@ def one_child(decided: Iterable[Report]) -> Iterator[Violation]:
 
 
 def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
-    """All peers at a lineage have the same parameters; those that decided it report the same contributions."""
+    """All peers at a lineage have the same parameters; those that decided it report the same contributions, of the
+    whole round or of the same cluster.
+    """
     arrived: dict[str, Report] = {}
-    deciding: dict[str, Report] = {}
+    deciding: dict[str, list[Report]] = {}
     for report in reports:
         first = arrived.setdefault(report["lineage"], report)
         if first["params_hash"] != report["params_hash"]:
@@ -119,9 +121,15 @@ def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
         if report["outcome"] == "superseded" and (why := report.get("blamed", {}).get(report["peer"])):
             yield _violation("same-bits", report, why)  # its momentum, where the hash agrees
         if report["outcome"] in DECIDED:
-            first = deciding.setdefault(report["lineage"], report)
-            if first["contributions"] != report["contributions"]:
-                yield _violation("same-bits", report, f"contributions differ from those of {first['peer']}")
+            others = deciding.setdefault(report["lineage"], [])
+            mine = report["contributions"]
+            near = next(
+                (each for each in others if not mine or not each["contributions"].keys().isdisjoint(mine)), None
+            )
+            if near and near["contributions"] != mine:
+                yield _violation("same-bits", report, f"contributions differ from those of {near['peer']}")
+            if near is None:
+                others.append(report)
 
 
 def finite(reports: Iterable[Report]) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 from dataclasses import replace
 
 import pytest
@@ -240,6 +241,26 @@ async def test_voter_that_heard_of_no_cluster_is_told(peers: Hostile) -> None:
     assert sent == [(other, ClusterReady(call._key, call._clusters[me]))] and other not in call._clusters
     with pytest.raises(BadPayload):
         call.on_ready("a0", replace(flat, member=Member("a0")))
+
+
+@simulated(Hostile, 3, 3)
+async def test_cluster_is_complete_exactly_when_due(peers: Hostile) -> None:
+    """A difference of times is rounded: a timer that is set by it may come due a little too early, without end."""
+    await peers.until(1)
+    peers.train_seconds = dict.fromkeys(peers.names, 1e3)
+    await peers.until(2)
+    lead = peers.lead("a0")
+    assert lead
+    call, draw = peers.call(lead), random.Random(5)
+    await asyncio.sleep(0.3)
+    vars(call).update(_announce=lambda offer: None, _call_after=lambda: None)  # else the round would be called
+    for _ in range(16):
+        call._began, after = peers.now - draw.random(), draw.uniform(1, 2)
+        vars(call).update(_complete_after=lambda after=after: after)
+        call._consider()
+        assert call._look and not call._offers[lead].complete
+        await asyncio.sleep(4.0)
+        assert call._look is None and call._offers[lead].complete
 
 
 @simulated(Hostile, 3, 3)

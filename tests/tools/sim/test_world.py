@@ -70,6 +70,16 @@ def test_observers_of_a_large_run_follow_its_rounds(monkeypatch: pytest.MonkeyPa
     assert len({loop.chain.head.state_root for loop in world.replicas.values()}) == 1
 
 
+def test_work_of_peers_behind_voters_counts() -> None:
+    """With the outer loop, its trainers and the catching up of a real peer."""
+    world = World(Scenario(peers=10, rounds=6, seed=3, elements=64, voters=3, clusters=True))
+    world.play(world.run)
+    assert not world.check(world.histories) and not world.leaks() and not world.progress(world.histories)
+    assert len({loop.chain.head.state_root for loop in world.replicas.values()}) == 1
+    last = [report for reports in world.histories.values() for report in reports if report["round"] == 4]
+    assert {report["peer"] for report in last if report["peer"] in report["peers"]} == set(world.peers)
+
+
 # -- rounds that could commit -----------------------------------------------------------------------------------------
 
 
