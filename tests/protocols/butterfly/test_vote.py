@@ -38,7 +38,7 @@ NO_PARTS: Any = SimpleNamespace(get=lambda digest: None, put=lambda lineage, par
 
 
 def vote_of(me: Member) -> RoundVote:
-    host = SimpleNamespace(signer=SimSigner(me.peer, 1))
+    host = SimpleNamespace(signer=SimSigner(me.peer, 1), removed=lambda peer: False)
     endpoint: Any = SimpleNamespace(me=me, host=host, settings=SETTINGS, accounting=RoundAccounting())
     return RoundVote(
         endpoint=endpoint,
