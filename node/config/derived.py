@@ -214,6 +214,8 @@ def protocol_settings(
         max_weight=config.weight_limit,
         overlaps=config.recipe.overlaps,
         schedule=config.schedule,
+        voters=config.voters or MAX_ROSTER,
+        clusters=bool(config.clusters),
     )
 
 

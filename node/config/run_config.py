@@ -66,6 +66,7 @@ _RECIPE_LIMITS: Mapping[str, float] = {
 }
 """Largest values, where `Recipe` itself sets no limit."""
 
+MIN_VOTERS = 3  # fewer could not lose one, and go on
 _RECIPE_OF_MODELS = {**asdict(Recipe(50, 16, 2e-3, 0.9, 0.5)), "mean": "token", "decay": "matrices"}
 """Defaults of hf and of users' own tasks."""
 _RECIPE_OF_HF = {"learning_rate": 2e-4, "weight_decay": 0.01, "batches": 1}
@@ -164,6 +165,14 @@ class RunConfig:
     min_peers: Annotated[int, Field(ge=1, le=MAX_ROSTER)] = described(
         "Peers that such a minority must have, at least; butterfly only.", 1
     )
+    clusters: bool | None = described(
+        "With butterfly, without stages: whether the work of peers outside the roster counts, too, through a member "
+        "of it each (docs/protocols.md). left out: they only follow.",
+        None,
+    )
+    voters: Annotated[int | None, Field(ge=MIN_VOTERS, le=MAX_ROSTER)] = described(
+        "Only with clusters: members that the roster has at most, which vote on each mean. Default: 32.", None
+    )
     spread_limit: Annotated[float, Field(gt=0, le=1)] = described(
         "Largest accepted distance of a peer from the mean of all, as a share of the mean's length (0.02 is 2 %); not "
         "for butterfly.",
@@ -209,8 +218,25 @@ class RunConfig:
             raise ValueError(f"fork and min_peers are for butterfly: {self.protocol} has no votes")
         if self.inviters and not self.admission:
             raise ValueError('inviters is for private runs: also set admission = "invited", or leave it out')
+        self._check_clusters()
         self._check_recipe()
         self._check_stages()
+
+    def _check_clusters(self) -> None:
+        if self.voters is not None and not self.clusters:
+            raise ValueError("voters is for runs with clusters: also set clusters = true, or leave it out")
+        if not self.clusters:
+            return
+        unable = {
+            f"protocol {self.protocol}": self.protocol != "butterfly",
+            "stages": self.stages > 1,
+            f"codec {self.codec}": self.codec == "topk",
+            f"robust {self.robust}": self.robust != "mean",
+            "recipe.overlap": self.recipe.overlaps,
+            "recipe.fragments": bool(self.recipe.fragments),
+        }
+        if given := next((name for name, is_given in unable.items() if is_given), ""):
+            raise ValueError(f"clusters and {given} do not go together: leave one of them out")
 
     def _check_recipe(self) -> None:
         if self.recipe.outer_pull and self.protocol != "gossip":

@@ -300,6 +300,7 @@ class OuterLoop(ABC):
             anchor_lineage=anchor,
             outcome=done.outcome or str(mean.outcome),
             peers=mean.peers,
+            contributors=mean.contributors,
             contributions=counted,
             clusters={lead: (total.chunks_counted, total.chunks) for lead, total in mean.clusters.items()},
             blamed={blame.peer: blame.why for blame in mean.blamed},

@@ -313,7 +313,10 @@ class SessionBuilder:
             make_archive=partial(spool, self._peer.state.home),
             on_better=lambda branch: butterfly.supersede(),
         )
-        butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear)
+        ties = {"lineage_of": chain.lineage_of} if settings.clusters else {}
+        butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear, **ties)
+        if settings.clusters:
+            self._peer.tracker.lead = lambda: butterfly.lead
         loop = ReplicatedOuterLoop(
             chain,
             butterfly,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from node._version import VERSION
@@ -75,6 +75,7 @@ class StatusTracker:
         self._manifest: Manifest | None = None
         self._run_id = ""
         self._in_session = False
+        self.lead: Callable[[], PeerId] = str  # with clusters: the member through which this peer's work counts
         self.moved = ""  # what became of the latest move that ended the session
         self._held_out_loss = self._loss = self._spread = self._spread_limit = float("nan")
         self._work = _NOTHING
@@ -203,6 +204,8 @@ class StatusTracker:
         roster = {member.peer for member in self._history.head.roster}
         if self.peer in roster:
             return ""
+        if lead := self.lead():
+            return f"without a vote: contributes through {self._names([lead])[0]}"
         if roster & {each.peer for each in self._membership.contacts() if each.live}:
             return "not in the roster yet: it is admitted at the end of a round"
         names = ", ".join(self._names(sorted(roster))[:4])

@@ -101,7 +101,7 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
     width = 2 * len(str(rounds)) + 1 if rounds else 4
     seconds = report.seconds_train + report.seconds_wait + report.seconds_average
     speed = report.tokens / report.seconds_train if report.seconds_train > 0 else math.nan
-    outcome = _OUTCOMES.get(report.outcome, f"mean of {len(report.peers)}")
+    outcome = _OUTCOMES.get(report.outcome, f"mean of {report.contributors or len(report.peers)}")
     if report.outcome == "skipped" and not report.tokens:  # as while a founder waits for others
         outcome = "nothing was trained"
     if not math.isnan(report.spread):

@@ -102,6 +102,12 @@ class Butterfly:
         self._endpoint.serve(DATA, wire.Contribute, self._on_data)
         self._endpoint.serve(DATA, ContributePartial, self._on_data)
 
+    @property
+    def lead(self) -> PeerId:
+        """The member through which this peer's work counts, if it has no vote and has a place; else empty."""
+        leads = self._attachment.leads() if self._attachment else ()
+        return leads[0] if leads else ""
+
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline, since: float | None = None) -> AsyncIterator[Round]:
         lineage, vote, last = head.key.lineage, self._vote_after(head), self._round

@@ -153,7 +153,7 @@ class OwnCluster:
             for index, (lead, cluster) in enumerate(zip(record.peers, record.clusters, strict=True))
         }
         if whole is None or members is None or whole.digest != record.plan:
-            return replace(result, clusters=others)
+            return replace(result, clusters=others, contributors=record.contributors)
         others.pop(whole.peers[self.index], None)
         own = [masks[self.index] for masks in chunks]
         weights = [whole.weight(self.index, members.weights, 1 << bit) for bit in range(len(members.peers))]
@@ -164,6 +164,7 @@ class OwnCluster:
                 for bit, peer in enumerate(members.peers)
             },
             clusters=others,
+            contributors=record.contributors,
             weights=dict(zip(members.peers, weights, strict=True)),
             blamed=members.clamped,
             capped=members.capped,

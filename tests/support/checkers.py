@@ -110,7 +110,7 @@ def one_child(decided: Iterable[Report]) -> Iterator[Violation]:
 
 def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
     """All peers at a lineage have the same parameters; those that decided it report the same contributions, of the
-    whole round or of the same cluster.
+    whole round or of the same cluster. Without its plan, a peer knows only how much of each cluster counts.
     """
     arrived: dict[str, Report] = {}
     deciding: dict[str, list[Report]] = {}
@@ -120,7 +120,8 @@ def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
             yield _violation("same-bits", report, f"parameters differ from those of {first['peer']}")
         if report["outcome"] == "superseded" and (why := report.get("blamed", {}).get(report["peer"])):
             yield _violation("same-bits", report, why)  # its momentum, where the hash agrees
-        if report["outcome"] in DECIDED:
+        knows_plan = report["contributions"] or not report.get("clusters")
+        if report["outcome"] in DECIDED and knows_plan:
             others = deciding.setdefault(report["lineage"], [])
             mine = report["contributions"]
             near = next(
