@@ -142,7 +142,7 @@ def test_different_rounds_of_stages_are_warned_of(home: Path, tmp_path: Path, st
         (["export", "--out", "out", "--bootstrap", "nonsense"], "--bootstrap"),
         (["export", "--out", "out", "--bootstrap", "@file"], "give one of the addresses in the file instead"),
         (["export", "--out", "out", *["--bootstrap", "nonsense"] * 65], "65 addresses are too many"),
-        (["export", "--out", "out", "--bootstrap", "nonsense", "--state-dir", "."], "give one of them"),
+        (["export", "--out", "out", "--bootstrap", "nonsense", "--state-dir", "."], "leave out --state-dir"),
         (["generate"], "argument 'prompt'"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--tokens", "-1"], "--tokens"),

@@ -9,6 +9,7 @@ from tests.test_architecture import SOURCES
 
 _METHOD = re.compile(r'"(starling/[a-z0-9/-]+/\d+)"')
 _SMALL = {
+    "starling/butterfly/attach/1",
     "starling/butterfly/control/1",
     "starling/direct/1",
     "starling/entry/1",
