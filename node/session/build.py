@@ -296,7 +296,8 @@ class SessionBuilder:
         parts: PartCache,
     ) -> tuple[ReplicatedOuterLoop, ChainSync]:
         run, worker, chain = self._run, self._worker, self._start.chain
-        wanted = 1 if pipeline else min(self._peer.config.wait_for_peers, SMALL_ROSTER)  # a record admits no more
+        most = min(SMALL_ROSTER, settings.voters)  # a record admits no more
+        wanted = 1 if pipeline else min(self._peer.config.wait_for_peers, most)
 
         def least_members() -> int:
             return 1 if chain.trained else wanted
