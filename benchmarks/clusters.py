@@ -25,7 +25,7 @@ from statistics import median
 
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.checkers import DECIDED, Report
-from tests.support.real_swarm import RealPeer, RealSwarm, deciding, paced, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, deciding_one_round, paced, wait
 
 PATIENT_SECONDS = 240.0
 AT_ONCE = 6  # peers that start together
@@ -111,7 +111,7 @@ def kill(peers: Sequence[RealPeer], draw: random.Random) -> Killed:
     wait("an averaging", lambda: victim.status().get("state") == "averaging", PATIENT_SECONDS, 0.02)
     killed = victim.strike()
     rest = [peer for peer in peers if peer is not victim]
-    ends = wait("the others decide", lambda: deciding(rest, killed), PATIENT_SECONDS)
+    ends = wait("the others decide", lambda: deciding_one_round(rest, killed), PATIENT_SECONDS)
     until = max(end["time"] for end in ends)
     victim.leaves_nothing()
     began = time.time()
