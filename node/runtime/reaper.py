@@ -117,13 +117,19 @@ def _supervise(parent: int, oom_score: str, run: Callable[[], NoReturn]) -> NoRe
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(1)
+    told, tells = os.pipe()
     if not (child := os.fork()):
         _begin_program(oom_score)
+        os.close(tells)
+        if not os.read(told, 1):  # its id has to be the first line, which the program's own output must not overtake
+            os._exit(1)
+        os.close(told)
         run()
     program = child
     signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the program's: its peer waits for the end of a socket among them
     print(program, flush=True)
+    os.write(tells, b".")
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the program's: its peer waits for the end of a socket among them
     pid, status = os.wait()
     while pid != program:  # a descendant that became a child of this process has ended
         pid, status = os.wait()

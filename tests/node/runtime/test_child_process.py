@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -39,6 +40,33 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+SLOW_REAPER = """
+import os, time
+from node.runtime import reaper
+
+def print_late(*words, **named):
+    time.sleep(0.5)
+    print(*words, **named)
+
+reaper.print = print_late
+
+def program():
+    print("first", os.getpid(), flush=True)
+    os._exit(0)
+
+reaper.begin(os.getppid(), "0", True, program)
+"""
+
+
+def test_output_of_a_program_comes_after_its_id() -> None:
+    """Its peer takes the first line for the id: another one would be lost, and signals would go to the reaper."""
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_REAPER], cwd=REPOSITORY, capture_output=True, text=True, timeout=30
+    )
+    number, line = done.stdout.splitlines()
+    assert line == f"first {number}"
 
 
 async def test_kill_after_exit_keeps_the_exit_code() -> None:
