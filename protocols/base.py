@@ -168,7 +168,7 @@ class AveragingResult:
     # of a mean of clusters: lead -> how much of its cluster's work counts, of all its members' chunks. `contributions`
     # names the members of this peer's own cluster only
     clusters: Mapping[PeerId, Contribution] = field(default_factory=dict)
-    contributors: int = 0  # of a mean of clusters: members of all clusters whose work it may have
+    contributors: int = 0  # of a mean of clusters: members of all clusters with at least one chunk in the mean
     seconds_moving: float = math.nan  # in which data moved, of the time that `average` took; not known if NaN
 
     @property

@@ -88,7 +88,7 @@ class RoundReport:
     # With stages: time in which the worker computed microbatches; the rest of `seconds_train` it waited for others.
     seconds_compute: float = 0.0
     fragment: int = 0  # of the parameters, that the round averaged; always 0 without `recipe.fragments`
-    contributors: int = 0  # with clusters: peers whose work the mean may have; `peers` are those of the own cluster
+    contributors: int = 0  # with clusters: peers of all of them with work in the mean; `peers` are in the own cluster
     seconds_overlap: float = 0.0  # the part of `seconds_train` in which the round averaged
     tokens_overlap: int = 0  # the part of `tokens` that was trained then, for the next round
     # With stages: those that lost all their members, and began again from a backup -> training rounds lost by that.

@@ -15,6 +15,7 @@ import asyncio
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from protocols.aio import loop_time
 from protocols.allreduce import clustered_plan as clustered
@@ -27,14 +28,17 @@ from protocols.wire import Offer, Plan
 
 
 class ClusteredStart(RoundStart):
-    """As `RoundStart`, at a voter of a run with clusters and at an associate. To be `attach`ed first.
+    """As `RoundStart`, at a voter of a run with clusters and at an associate.
 
     What the call knows of a voter is its offer in a flat round. In a round of clusters it is that of its cluster, in
     the form of an offer: its tokens, and whether the cluster is complete.
     """
 
-    def attach(self, attachment: Attachment, votes: bool) -> None:
-        """`attachment` says who is in this peer's cluster, or which one this peer is in. `votes`: whether it may."""
+    def __init__(self, *, attachment: Attachment, votes: bool, **call: Any) -> None:
+        """`attachment` has the places in this peer's cluster, or its own in another. `votes`: whether it may vote.
+        `call`: as for `RoundStart`.
+        """
+        super().__init__(**call)
         self._attachment, self._votes = attachment, votes
         self._rests = False
         self._statement: Resting | None = None  # an associate's latest about resting
@@ -171,10 +175,8 @@ class ClusteredStart(RoundStart):
 
     def _working_associates(self) -> list[PeerId]:
         """Those that the cluster's offer waits for."""
-        resting, strange = (
-            self._resting.peers(),
-            {peer for peer, each in self._members.items() if self._is_strange(each)},
-        )
+        resting = self._resting.peers()
+        strange = {peer for peer, each in self._members.items() if self._is_strange(each)}
         here = (each.peer for each in self._attachment.book.associates())
         return [peer for peer in here if peer not in resting and peer not in strange]
 

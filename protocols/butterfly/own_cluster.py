@@ -7,8 +7,10 @@ to a cluster whose lead is lost, its members name another voter, which tells the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from operator import or_
 
 from protocols.allreduce import clustered_plan
 from protocols.allreduce.clustered_plan import (
@@ -147,13 +149,15 @@ class OwnCluster:
         """The result of a mean of clusters: how much it holds of each member of this cluster, and of the others."""
         masks_of = (clustered_plan.member_masks(members) for part in parts for members in part.members)
         chunks = [masks for masks in masks_of if len(masks) == len(record.clusters)]
+        held = [functools.reduce(or_, masks, 0) for masks in zip(*chunks, strict=True)]  # of each cluster
+        result = replace(result, contributors=sum(mask.bit_count() for mask in held))
         whole, members = self.whole, self.members
         others = {
             lead: Contribution(sum(masks[index].bit_count() for masks in chunks), len(chunks) * cluster.size)
             for index, (lead, cluster) in enumerate(zip(record.peers, record.clusters, strict=True))
         }
         if whole is None or members is None or whole.digest != record.plan:
-            return replace(result, clusters=others, contributors=record.contributors)
+            return replace(result, clusters=others)
         others.pop(whole.peers[self.index], None)
         own = [masks[self.index] for masks in chunks]
         weights = [whole.weight(self.index, members.weights, 1 << bit) for bit in range(len(members.peers))]
@@ -164,7 +168,6 @@ class OwnCluster:
                 for bit, peer in enumerate(members.peers)
             },
             clusters=others,
-            contributors=record.contributors,
             weights=dict(zip(members.peers, weights, strict=True)),
             blamed=members.clamped,
             capped=members.capped,

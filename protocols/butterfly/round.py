@@ -41,6 +41,7 @@ from protocols.base import (
     PeerError,
     PeerId,
     PeerSilent,
+    Settings,
     Stream,
     Vector,
 )
@@ -55,6 +56,7 @@ from protocols.consensus import record as records
 from protocols.consensus.messages import StartBallot, VoteMessage
 from protocols.consensus.vote_tally import max_admitted, min_retained
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
+from protocols.vectors.coding import Codec
 from protocols.vectors.views import VectorView
 from protocols.wire import MAX_ROSTER
 
@@ -95,23 +97,11 @@ class Round:
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
         self._superseded = False
         self._running: asyncio.Task[None] | None = None
-        codec, many = part_format.codec, 1 << 20
-        size = codec.encoded_bytes(many)
-        inputs = PlanInputs(
-            key=head.key,
-            elements=self._elements,
-            bytes_per_element=size / many,
-            complaints=head.complaints,
-            robust=settings.robust,
-            max_weight=settings.max_weight,
-            grain=codec.grain,
-            growth=lambda members: codec.reduced(members).encoded_bytes(many) / size,
-        )
-        make = ClusteredStart if attachment else RoundStart
-        self.call = make(
+        start = partial(ClusteredStart, attachment=attachment, votes=vote.votes) if attachment else RoundStart
+        self.call = start(
             endpoint=endpoint,
             head=head,
-            inputs=inputs,
+            inputs=_inputs_of(head, settings, part_format.codec),
             post=post,
             bandwidth=bandwidth,
             deadline=deadline,
@@ -122,8 +112,6 @@ class Round:
             roster_changes=self.roster_changes,
             lagging=self.lagging,
         )
-        if attachment and isinstance(self.call, ClusteredStart):
-            self.call.attach(attachment, vote.votes)
         self.cut, self.cluster = self.call.cut, self.call.cluster
         self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
         self.parts = MissingParts(
@@ -523,3 +511,18 @@ class Round:
     def _or_all(self, here: Sequence[Member]) -> Sequence[Member]:
         """These members; the whole roster if they are too few to decide, since this member may be the one cut off."""
         return here if len(here) >= self.vote.tally.quorum else self.head.roster
+
+
+def _inputs_of(head: Head, settings: Settings, codec: Codec) -> PlanInputs:
+    many = 1 << 20
+    size = codec.encoded_bytes(many)
+    return PlanInputs(
+        key=head.key,
+        elements=settings.elements[head.key.fragment],
+        bytes_per_element=size / many,
+        complaints=head.complaints,
+        robust=settings.robust,
+        max_weight=settings.max_weight,
+        grain=codec.grain,
+        growth=lambda members: codec.reduced(members).encoded_bytes(many) / size,
+    )

@@ -106,9 +106,12 @@ async def test_lead_stays_when_all_of_its_associates_are_lost(swarm: VotingClust
             swarm.network.kill(name)
 
     await swarm.average(lose())
-    record = swarm.decided([name for name in swarm.names if name not in gone])
+    well = [name for name in swarm.names if name not in gone]
+    record = swarm.decided(well)
     counts = swarm.counts(record)
     assert counts["v1"] == 0 < counts["v2"] < counts["v0"] == whole(swarm, record)
+    told = {swarm.results[name].contributors for name in well}
+    assert told == {sum(map(bool, counts.values()))} and record.contributors == 9, "who is in it, not who was called"
     assert record.roster == swarm.head.roster and not record.complaints
 
 
