@@ -126,7 +126,7 @@ def round_point(report: RoundReport) -> Mapping[str, Any]:
         "loss": report.loss,
         "held_out_loss": report.held_out_loss,
         "outcome": printable(report.outcome, 32),
-        "peers": report.contributors or len(report.peers),
+        "peers": report.in_mean,
         "tokens": report.tokens,
         "seconds": report.seconds_train + report.seconds_wait + report.seconds_average,
         "seconds_average": report.seconds_average,

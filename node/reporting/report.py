@@ -102,6 +102,11 @@ class RoundReport:
     # `contributions` then names the members of this peer's own cluster.
     clusters: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    @property
+    def in_mean(self) -> int:
+        """Number of peers with work in the mean, in all clusters."""
+        return self.contributors or len(self.peers)
+
     def after(self, failed: RoundReport) -> RoundReport:
         """This report, with the faults and bytes of an attempt to catch up that failed just before it."""
         return replace(

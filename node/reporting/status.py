@@ -98,6 +98,7 @@ class Status:
     limits: str = ""  # this peer's limits on its traffic, what they cost the run, and its quota
     version: str = ""  # of the peer's code
     device: str = ""  # on which its worker trains; empty if not known yet
+    clusters: bool = False  # peers that are no members contribute, too, each through one (`reason` says through whom)
     private: bool = False  # only the invited may take part in its run
     move: str = ""  # with stages: its latest move to another, under way, done, or given up and why; empty without one
     lost: str = ""  # with stages: which ones have lost all their members, or began again, and without which rounds

@@ -91,7 +91,8 @@ def swarm_status(
     others = sorted(mine.peers, key=lambda each: (not each.live, each.left, each.stage, not each.member, each.peer))
     rows = [_own_row(mine, None if gossips else counted.of(mine.peer))]
     for each in others:
-        known = counted.of(each.peer) if each.stage == mine.stage else None
+        tells = each.stage == mine.stage and not mine.clusters  # with clusters, of the own one only
+        known = counted.of(each.peer) if tells else None
         rows.append(_row(each, known, answers.get(each.peer), each.peer in unreadable))
     live = [each for each in rows if each.live]
     return SwarmStatus(

@@ -312,6 +312,7 @@ class StatusTracker:
             limits=self._limits.describe(1 + sum(each.live for each in contacts)),
             version=VERSION,
             device=printable(self._worker.device) if session else "",
+            clusters=bool(config and config.clusters),
             private=bool(config and config.admission),
             move=printable(self._move()),
             backups=printable(self.backups.describe()) if session and self.backups else "",

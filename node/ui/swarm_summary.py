@@ -141,7 +141,7 @@ class SwarmSummary:
             number=number,
             held_out_loss=losses[0] if losses else math.nan,
             tokens_per_second=sum(each.tokens / each.seconds_train for each in drivers if each.seconds_train > 0),
-            in_mean=len(first.peers) if drivers else 0,
+            in_mean=first.in_mean if drivers else 0,
             seconds=seconds,
             spread=max((each.spread for each in reports if math.isfinite(each.spread)), default=math.nan),
             stages=len(self.stage_numbers),

@@ -101,7 +101,7 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
     width = 2 * len(str(rounds)) + 1 if rounds else 4
     seconds = report.seconds_train + report.seconds_wait + report.seconds_average
     speed = report.tokens / report.seconds_train if report.seconds_train > 0 else math.nan
-    outcome = _OUTCOMES.get(report.outcome, f"mean of {report.contributors or len(report.peers)}")
+    outcome = _OUTCOMES.get(report.outcome, f"mean of {report.in_mean}")
     if report.outcome == "skipped" and not report.tokens:  # as while a founder waits for others
         outcome = "nothing was trained"
     if not math.isnan(report.spread):
@@ -256,7 +256,7 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
         table.add_column(no_wrap=no_wrap, overflow="ellipsis")
     order = sorted(status.peers, key=lambda each: (not each.live, each.left, not each.member, each.stage, each.peer))
     for each in order[:_SHOWN_PEERS]:
-        table.add_row(*_peer(each, staged)[: len(table.columns)])
+        table.add_row(*_peer(each, staged, status.clusters)[: len(table.columns)])
     live = sum(each.live for each in order)
     left = sum(each.left for each in order)
     counts = ((live, "live"), (left, "left"), (len(order) - live - left, "lost"))
@@ -268,11 +268,12 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
     return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else []), *lines]
 
 
-def _peer(line: PeerStatus, staged: bool) -> tuple[Text, ...]:
+def _peer(line: PeerStatus, staged: bool, clusters: bool) -> tuple[Text, ...]:
     mark = Text("○ left", style="dim") if line.left else Text("○ lost", style="yellow")
     mark = Text("● live", style="green") if line.live else mark
     name = Text(printable(line.nickname)[:MAX_NAME] or short(line.peer))
-    role = Text("member" if line.member else "observer", style="" if line.member else "dim")
+    with_vote, without = ("voter", "associate") if clusters else ("member", "observer")
+    role = Text(with_vote if line.member else without, style="" if line.member else "dim")
     if line.route:
         role.append(f", {printable(line.route)[: len(OTHERS_REDUCE)]}", style="dim")
     stage = (Text(f"stage {line.stage}"),) if staged else ()

@@ -86,6 +86,7 @@ def _peer_screens() -> Iterator[tuple[str, str]]:
     usual = text(render(BUSY, (), 100), 100).splitlines(keepends=True)
     cases: dict[str, dict[str, Any]] = {
         "in stages": {"stage": 1, "stages": 3},
+        "in clusters": {"clusters": True},
         "alone": {"peers": ()},
         "alone on this machine": {"peers": (), "addresses": STATUS.addresses[:1]},
         "that has finished": {"peers": (), "state": "finished"},
@@ -110,6 +111,7 @@ def _peer_lines() -> Iterator[str]:
     yield plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16)
     yield plain_line(report(12, outcome="fork"), alone=True)
     yield plain_line(report(3, stage=1, stages=3))
+    yield plain_line(report(3, contributors=24))
     yield evaluated_line(RoundEvaluation(3, "", 2.1345, 24, 0.0), 16)
     yield plain_line(report(3, peers=("p", PEER), spread=1.504, spread_limit=0.02))
     yield plain_line(report(3, peers=(), spread=0.0, spread_limit=0.02))

@@ -187,7 +187,7 @@ function peerRow(peer, staged, now) {
   const state = make("td", undefined, "state");
   state.title = Number.isFinite(peer.age_seconds) && !peer.me ? `${words}, as it said ${duration(peer.age_seconds)} ago` : words;
   state.append(make("span", undefined, `mark ${presence} ${peer.live ? DOTS[peer.state] || "" : ""}`), words);
-  const data = make("td", [peer.route, peer.member ? "" : "observer"].filter(Boolean).join(", ") || "–", "short");
+  const data = make("td", [peer.route, peer.member ? "" : now.status.clusters ? "associate" : "observer"].filter(Boolean).join(", ") || "–", "short");
   data.title = [peer.route, peer.route_reason].filter(Boolean).join(": ");
   const device = make("td", peer.device || "–", "short");
   device.title = peer.device;

@@ -54,7 +54,7 @@ def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple
 def manifest(rounds: int = 10, stages: int = 1) -> Any:
     recipe = SimpleNamespace(rounds=rounds)
     config = SimpleNamespace(
-        name="tiny", consent_task="", admission=None, protocol="butterfly", recipe=recipe, stages=stages
+        name="tiny", consent_task="", admission=None, clusters=None, protocol="butterfly", recipe=recipe, stages=stages
     )
     return SimpleNamespace(run_id="ab" * 32, config=config)
 
@@ -238,6 +238,9 @@ def test_status_explains_absence_from_the_roster(tmp_path: Path) -> None:
     tracker = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna"),))
     tracker.on_progress("training", WORK)
     assert "admitted" in shown(tracker).reason
+    tracker.lead = lambda: "anna"
+    tracker.on_progress("training", WORK)
+    assert shown(tracker).reason == "without a vote: contributes through Anna"
     alone = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna", live=False),))
     alone.on_progress("training", WORK)
     assert shown(alone).reason == "waiting for a member of the last round (Anna, bert)"

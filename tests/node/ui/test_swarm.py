@@ -41,6 +41,8 @@ def test_rows_hold_what_was_said_and_counted() -> None:
     staged = view({}, stage=1)
     assert [each.counted for each in staged.rows] == [10, None, None], "the reports are of another stage"
     assert staged.tokens_per_second == 100.0
+    behind = view({}, clusters=True)
+    assert [each.counted for each in behind.rows] == [10, None, None], "the reports name the own cluster only"
     assert view({}, protocol="gossip").rows[0].counted is None
 
 
