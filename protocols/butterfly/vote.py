@@ -91,7 +91,7 @@ class RoundVote:
         self.tally = VoteTally(
             head.key, head.roster, endpoint.host.signer, settings.quorum, settings.fork_peers, head.former
         )
-        self.tally.removed = endpoint.host.removed
+        self.tally.removed, self.tally.most_voters = endpoint.host.removed, settings.voters
         self.paxos = PaxosInstance(voter, self.tally)
         self.forks_only = self.tally.forks_only(voter)  # no vote, but it may fork with others like it
         self.changed = Notifier()

@@ -19,7 +19,7 @@ from protocols.base import BadPayload, Member, PeerId, RoundKey, Signer
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, Signed
 from protocols.consensus.record import Kind, Record
-from protocols.wire import canonical_bytes
+from protocols.wire import MAX_ROSTER, canonical_bytes
 
 SMALL_ROSTER = 4
 """One record may admit members up to this size: the founder and the first joiners are a roster after one round."""
@@ -77,6 +77,7 @@ class VoteTally:
         self.key, self.roster, self.signer, self.fork_peers = key, tuple(roster), signer, fork_peers
         self._former, self._quorum = former, quorum or majority
         self.removed: Callable[[PeerId], bool] = lambda peer: False  # as in `Host`
+        self.most_voters = MAX_ROSTER  # `Settings.voters`
         self.quorum = self._quorum(len(self.roster))
         self._signed = b"starling accept" + canonical_bytes(key)
         self._order = records.coordinators(key.lineage, self.roster)
@@ -131,7 +132,7 @@ class VoteTally:
         members = len(record.roster)
         if (record.parent, record.round) != (self.key.lineage, self.key.round):
             return False
-        if members == 0 or members != len({member.peer for member in record.roster}):
+        if not 0 < members <= self.most_voters or members != len({member.peer for member in record.roster}):
             return False
         if record.clusters and len(record.clusters) != len(record.peers):
             return False
@@ -165,10 +166,11 @@ class VoteTally:
 
     def former_members(self, here: Collection[Member]) -> tuple[Member, ...]:
         """Those of `here` that may replace the roster: all former members if it was removed. Else those that are a
-        majority of a former roster: the latest one that has a majority. Else none.
+        majority of a former roster: the latest one that has a majority. Else none. Never more than a roster holds.
         """
         if self._is_removed():
-            return tuple(sorted(each for each in here if self.was_member(each) and not self.removed(each.peer)))
+            staying = sorted(each for each in here if self.was_member(each) and not self.removed(each.peer))
+            return tuple(staying[: self.most_voters])
         for each in self._former:
             peers = {member.peer for member in each}
             left = tuple(sorted(member for member in here if member.peer in peers and self.forks_only(member)))

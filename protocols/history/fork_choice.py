@@ -32,6 +32,7 @@ from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import VoteTally
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.round_log import RoundLog
+from protocols.wire import MAX_ROSTER
 
 Rosters: TypeAlias = Sequence[tuple[Member, ...]]
 
@@ -50,13 +51,16 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ForkChoice:
-    """The rules of a run for certificates and branches; `removed` is as in `Host`, the rest as in `VoteTally`."""
+    """The rules of a run for certificates and branches. `removed` is as in `Host`, `voters` as in `Settings`, and the
+    rest as in `VoteTally`.
+    """
 
     me: Member
     signer: Signer
     quorum: Callable[[int], int] | None = None
     fork_peers: int = 1
     removed: Callable[[PeerId], bool] = lambda peer: False
+    voters: int = MAX_ROSTER
 
     def judge(self, head: Head, certificate: Certificate) -> DecidedRound:
         """Verify a certificate of the round after `head`, and return the round; raises BadPayload."""
@@ -162,7 +166,7 @@ class ForkChoice:
 
     def _tally(self, head: Head) -> VoteTally:
         tally = VoteTally(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
-        tally.removed = self.removed
+        tally.removed, tally.most_voters = self.removed, self.voters
         return tally
 
     def _of_former(self, head: Head, child: DecidedRound) -> bool:

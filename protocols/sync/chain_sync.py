@@ -63,7 +63,9 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         context = SyncContext(host, settings, snapshots, hints, chain)
         super().__init__(context, HeadAnnouncement, lambda: chain.head.key, part_cache.blobs)
         snapshots.is_replayable = self._has_rounds_since
-        self.rules = ForkChoice(context.me, host.signer, settings.quorum, settings.fork_peers, host.removed)
+        self.rules = ForkChoice(
+            context.me, host.signer, settings.quorum, settings.fork_peers, host.removed, settings.voters
+        )
         self.fetcher, self.stranded = StateFetcher(context, part_cache), False
         self._chain, self._part_cache, self._on_better = chain, part_cache, on_better
         self._verifier = HeadVerifier(context, chain, self.rules, make_archive)

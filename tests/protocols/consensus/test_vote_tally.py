@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from protocols.base import Member
+from protocols.base import BadPayload, Member
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import OBSERVER, VoteTally
+from protocols.history.chain import genesis
+from protocols.history.fork_choice import ForkChoice
+from tests.sim.host import SimSigner
 from tests.sim.invariants import Seal
+from tests.support.fake_rounds import RUN, SEED, decided
 from tests.support.vote_table import KEY, PLAN
 
 ROSTER = tuple(Member(f"m{index}") for index in range(3))
@@ -26,16 +31,30 @@ def test_record_must_keep_one_member(members: int, kind: Kind) -> None:
         assert (tally.value(0, records.encode(record)) is not None) is allowed
 
 
+@pytest.mark.parametrize("voters", (3, 4))
+def test_record_never_names_more_than_the_voters(voters: int) -> None:
+    """Neither in a vote nor in a certificate, which a majority of liars may have signed."""
+    head = genesis(RUN, "run", ROSTER)
+    tally = VoteTally(head.key, ROSTER, Seal("m0"))
+    tally.most_voters = voters
+    for next_roster, allowed in (((*ROSTER, Member("n0")), voters > 3), ((*ROSTER[:2], Member("n0")), True)):
+        link = decided(head, roster=next_roster)
+        assert (tally.value(0, link.certificate.record) is not None) is allowed
+        rules = ForkChoice(Member("zeno"), SimSigner("zeno", SEED), voters=voters)
+        with nullcontext() if allowed else pytest.raises(BadPayload):
+            rules.judge(head, link.certificate)
+
+
 def test_leaving_majority_needs_a_remaining_voter() -> None:
     """Leavers are gone with the mean as soon as they have decided, even where they are a majority."""
     tally = VoteTally(KEY, ROSTER, Seal("m0"))
     record = Record(KEY.lineage, bytes(32), KEY.round, Kind.SKIP, PLAN, (), ROSTER[2:])
     value = tally.value(0, records.encode(record))
     assert value is not None
-    for voter, decided in zip(ROSTER, (False, False, True), strict=True):
+    for voter, is_decided in zip(ROSTER, (False, False, True), strict=True):
         signature = VoteTally(KEY, ROSTER, Seal(voter.peer)).sign(value, voter)
         assert tally.add(0, value.digest, voter, signature)
-        assert tally.decides(value) is decided
+        assert tally.decides(value) is is_decided
 
 
 @pytest.mark.parametrize(

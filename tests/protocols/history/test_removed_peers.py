@@ -28,9 +28,9 @@ def rules(*removed: Member) -> ForkChoice:
     return ForkChoice(me, SimSigner(me.peer, SEED), removed={member.peer for member in removed}.__contains__)
 
 
-def tally(head: Head, *removed: Member, fork_peers: int = 1) -> VoteTally:
+def tally(head: Head, *removed: Member, fork_peers: int = 1, voters: int = len(ROSTER)) -> VoteTally:
     made = VoteTally(head.key, head.roster, SimSigner("anna", SEED), None, fork_peers, head.former)
-    made.removed = {member.peer for member in removed}.__contains__
+    made.most_voters, made.removed = voters, {member.peer for member in removed}.__contains__
     return made
 
 
@@ -106,6 +106,7 @@ def test_former_members_replace_a_roster_that_was_removed() -> None:
     waiting = (ANNA, back, GUEST)
     assert tally(head, *REMOVED).former_members(waiting) == (ANNA, back)
     assert tally(head, *REMOVED, ANNA).former_members(waiting) == (back,)
+    assert tally(head, *REMOVED, voters=1).former_members(waiting) == (ANNA,), "as many as may fork"
     assert tally(head).former_members(waiting) == ()
 
 
