@@ -78,7 +78,7 @@ class AllReduce:
         self.failed: dict[int, PeerId] = {}  # part -> the reducer from which this member could not get it
         self.unreachable: set[PeerId] = set()  # reducers to which no stream could be opened
         self.restarted: set[int] = set()  # parts begun twice: chunks of both results may have been decoded
-        self.finished = 0.0  # when the latest part came in
+        self.finished = 0.0  # when the latest part came in that is not empty; 0: none has
         self.moved = loop_time()  # when the latest chunk came in
         self._progress = task.progress
         self._accounting, self._on_change, self._method = accounting, on_change, method
@@ -228,7 +228,8 @@ class AllReduce:
     def take(self, part: int, held: ReducedPart) -> None:
         self.parts[part] = held
         self.failed.pop(part, None)
-        self.finished = loop_time()
+        if held.chunks:
+            self.finished = loop_time()
         self._on_change(held)
 
     def discard(self) -> None:

@@ -272,7 +272,7 @@ class ClusteredAllReduce(AllReduce):
 
         The lead waits half as long. It needs all parts to vote, before their reducers are taken for lost.
         """
-        if not self.parts:
+        if not self.finished:
             return self.task.deadline
         seconds = 2 * self.task.resolved.phase_seconds + self.task.patience_seconds
         late = max(began, self.finished) + (seconds / 2 if self._me == self._lead else seconds)

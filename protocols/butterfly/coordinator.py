@@ -154,7 +154,7 @@ class RoundCoordinator:
 
     def _overdue(self, resolved: RoundPlan, exchange: AllReduce | None) -> Deadline:
         """When a missing part is overdue: long after other parts came in, which should take as long."""
-        if exchange is None or not exchange.parts or exchange.complete:
+        if exchange is None or not exchange.finished or exchange.complete:
             return self._until(resolved)
         return exchange.finished + 2 * self._vote.phase_seconds + self._vote.patience_seconds
 

@@ -75,6 +75,7 @@ class ClusteredSwarm(SimSwarm):
         self.offers, self.offered = list[tuple[Offer, ...]](), list[ClusterOffer]()
         self.moved = dict[PeerId, int]()  # members that have offered their work to another cluster, too
         self.slow = dict[PeerId, float]()  # bytes/s of peers with slow lines
+        self.late = dict[PeerId, float]()  # seconds after which peers begin their data phase
         self.disguises = dict[PeerId, Disguise]()
         # any two sets of contributors have different means
         self.vectors = {
@@ -160,8 +161,12 @@ class ClusteredSwarm(SimSwarm):
 
         endpoint.serve(DATA, Contribute, serve)
         endpoint.serve(DATA, ContributePartial, serve)
-        self.spawn(name, exchange.run())
+        self.spawn(name, self._run(name, exchange))
         self.spawn(name, self._watch(exchange))
+
+    async def _run(self, name: PeerId, exchange: ClusteredAllReduce) -> None:
+        await asyncio.sleep(self.late.get(name, 0.0))
+        await exchange.run()
 
     async def _watch(self, exchange: ClusteredAllReduce) -> None:
         """Notice members that are lost, as a round does."""

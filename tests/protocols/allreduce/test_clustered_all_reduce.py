@@ -189,6 +189,17 @@ async def test_slow_member_counts_as_far_as_its_chunks_came(swarm: ClusteredSwar
     assert swarm.now < 6.0
 
 
+@simulated(ClusteredSwarm, 3, 3, 1, idle=["v2"])
+async def test_empty_part_tells_nothing_of_the_others(swarm: ClusteredSwarm) -> None:
+    """A lead that begins early has the empty parts at once. It waits for aggregators whose last step still runs."""
+    swarm.late = {name: 1.5 for name in swarm.names if name != "v0"}
+    swarm.begin()
+    assert not await swarm.whole()
+    counted = swarm.check(swarm.names)
+    assert {name: count for name, count in counted.items() if count < swarm.chunks} == {"v2": 0}
+    assert not swarm.named(swarm.inner[0].reducer(0))
+
+
 @simulated(ClusteredSwarm, 3, 3, elements=4 * 4096, chunk=4096, codec_name="topk")
 async def test_sparse_means_pass_both_levels(swarm: ClusteredSwarm) -> None:
     swarm.begin()
