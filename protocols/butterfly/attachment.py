@@ -203,7 +203,11 @@ class LeadSearch:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def begin(self, key: RoundKey, roster: Sequence[Member], full: int, lineage_of: LineageOf) -> None:
-        """Begin a round, or another attempt at it. `full`: size of a roster that admits nobody."""
+        """Begin a round, or another attempt at it. `full`: size of a roster that admits nobody. What was asked and not
+        answered in the last one is asked again.
+        """
+        self._given_up += [ask.voter for ask in self._asked]
+        self._asked.clear()
         if self._entered < 0:
             self.known_since = self._entered = key.round
         if self.lead is None and key.round > self._round:  # another order: not while this peer asks by the present one

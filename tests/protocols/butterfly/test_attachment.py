@@ -200,6 +200,18 @@ def test_refused_by_all_asks_again_after_growing_pauses() -> None:
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
+def test_request_that_a_round_broke_off_is_made_again() -> None:
+    """Nothing else would end it: the peer would have no lead until its next epoch."""
+    search = begun(1)
+    asked = search.due(0.0)
+    answer(search, asked[0])
+    search.begin(key(2), VOTERS, len(VOTERS), lineage)
+    assert search.due(0.0) == asked
+    for each in asked:
+        answer(search, each)
+    assert search.lead
+
+
 @pytest.mark.parametrize("how", ["death", "restart", "evicted", "says so"])
 def test_lost_lead_is_replaced_at_once(how: str) -> None:
     search = attached()
