@@ -85,10 +85,12 @@ def choose(
 # -- roles ------------------------------------------------------------------------------------------------------------
 
 
-def roster_role(me: PeerId, roster: Collection[PeerId]) -> Role:
-    """A voter watches its whole roster, another peer a few voters."""
-    most = MAX_ROSTER if me in roster else VOTERS_WATCHED
-    return Role((Group(tuple(roster), most),), OTHERS_WATCHED)
+def roster_role(me: PeerId, roster: Collection[PeerId], ties: Collection[PeerId] = ()) -> Role:
+    """A voter watches its whole roster, another peer a few voters. Both watch the peers of their `ties`: in a run with
+    clusters, those through which their work counts, or whose work counts through them.
+    """
+    most = MAX_ROSTER if me in roster else max(1, VOTERS_WATCHED - len({*ties} & {*roster}))
+    return Role((Group(tuple(ties), len(ties)), Group(tuple(roster), most)), OTHERS_WATCHED)
 
 
 def stage_role(voters: Role, stage: int, stages: int, firsts: Collection[PeerId], known: Iterable[Known]) -> Role:

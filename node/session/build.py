@@ -44,7 +44,7 @@ from node.storage.journal import Journal
 from node.tasks.extra import extra_elements
 from node.training.remote import RemoteTrainer
 from protocols.aio import Gate, task_group
-from protocols.base import Host, Layout, Settings
+from protocols.base import Host, Layout, PeerId, Settings
 from protocols.blobs.parts import LEAST_ROUNDS, STORE_ROUNDS, PartCache, PartStore
 from protocols.consensus.record import genesis
 from protocols.consensus.vote_tally import SMALL_ROSTER
@@ -139,6 +139,9 @@ class SessionBuilder:
             start.chain if start.shares_anchor else LocalHistory(peer.me, self._key, lacks_state=newcomer)
         )
         self.journal = Journal(peer.state.rounds)
+        # in a run with clusters, once the averager is built: see `Butterfly.ties` and `Butterfly.followers`
+        self._ties: Callable[[], tuple[PeerId, ...]] = tuple
+        self._followers: Callable[[], tuple[PeerId, ...]] = tuple
         vectors, elements = codec(self._run.codec), sum(worker.layout.sizes())
         self._not_sent = feedback(vectors, elements, peer.compute, extra_elements(worker.layout))
 
@@ -173,7 +176,7 @@ class SessionBuilder:
             local,
             clock=peer.clock,
             signer=peer.state.identity,
-            wanted=lambda: [*(member.peer for member in history.members(MAX_ROSTER) if member != peer.me), *silent],
+            wanted=lambda: [*self._members(), *self._ties(), *self._followers(), *silent],
             role=partial(self._role, stage),
             reach=partial(reach, peer.transport.connect),
             drop=peer.transport.forget,
@@ -190,11 +193,16 @@ class SessionBuilder:
         bootstrap.on_named = add_candidates(membership)
         return membership
 
+    def _members(self) -> list[PeerId]:
+        """The others of the latest rosters."""
+        return [member.peer for member in self._history.members(MAX_ROSTER) if member != self._peer.me]
+
     def _role(self, stage: LocalStage | None, known: Sequence[Known]) -> Role:
         """Which peers to watch if there are too many. Peers with independent state watch any others."""
         if isinstance(self._history, LocalHistory):
             return Role()
-        role = roster_role(self._peer.me.peer, [member.peer for member in self._history.head.roster])
+        roster = [member.peer for member in self._history.head.roster]
+        role = roster_role(self._peer.me.peer, roster, self._ties())
         if stage is None:
             return role
         seats = stage.seats  # those that were given and not used yet count until their peers are away
@@ -318,6 +326,7 @@ class SessionBuilder:
         butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear, **ties)
         if settings.clusters:
             self._peer.tracker.lead = lambda: butterfly.lead
+            self._ties, self._followers = butterfly.ties, butterfly.followers
         loop = ReplicatedOuterLoop(
             chain,
             butterfly,

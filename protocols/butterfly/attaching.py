@@ -7,15 +7,18 @@ its end shows whether the voter has heard. Places outlive rounds; a peer searche
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
-from protocols.base import BadPayload, Deadline, Head, Member, PeerError, PeerId, Stream
+from protocols.base import BadPayload, Deadline, Head, Member, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from protocols.butterfly.attachment import Attach, AttachReply, ClusterBook, LeadSearch, LineageOf, PlaceRequest
 from protocols.streams.endpoint import ProtocolEndpoint
 
 ATTACH = "starling/butterfly/attach/1"
-ANSWER_SECONDS = 3.0  # a voter that has not answered by then counts as silent
+ANSWER_SECONDS = 3.0
+"""A voter that has not answered by then counts as silent. In a large run a peer has to meet it first."""
+AGAIN_SECONDS = 0.25  # until a voter is asked again that does not see this peer yet
 REPLY_BYTES = 512
 
 
@@ -26,6 +29,7 @@ class Attachment:
         """`full`: size of a roster that admits nobody. `lineage_of`: see `attachment.LineageOf`."""
         self.book, self.search = ClusterBook(endpoint.me), LeadSearch(endpoint.me)
         self.rests = False  # whether this peer brings nothing for now, as it tells voters that it asks
+        self.partners: tuple[PeerId, ...] = ()  # this peer's cluster in the latest plan
         self.on_change: Callable[[], None] = lambda: None  # called after every new or lost place
         self._changed = Notifier()
         self._endpoint, self._full, self._lineage_of = endpoint, full, lineage_of
@@ -43,6 +47,14 @@ class Attachment:
     def leads(self) -> tuple[PeerId, ...]:
         """This peer's lead, then its standby, as far as it has them."""
         return tuple(held.peer for held in (self.search.lead, self.search.standby) if held)
+
+    def ties(self) -> tuple[PeerId, ...]:
+        """The peers that this one has to see because of its places: an associate its lead, its standby and the voters
+        that it asks; a lead its associates; both the others of their cluster in the latest plan.
+        """
+        associates = (member.peer for member in self.book.associates())
+        peers = dict.fromkeys((*self.search.wanted(), *associates, *self.partners))
+        return tuple(peer for peer in peers if peer != self._endpoint.me.peer)
 
     def is_full(self, roster: Collection[Member]) -> bool:
         return len(roster) >= self._full
@@ -83,29 +95,49 @@ class Attachment:
 
     async def _ask(self, ask: PlaceRequest, deadline: Deadline) -> None:
         """Ask a voter for a place. That one is given up is said once: a place that is not used ends anyway."""
-        live = {member.peer: member for member in self._endpoint.host.members.live()}
-        voter = live.get(ask.voter)
-        reply = await self._reply(ask, min(deadline, loop_time() + ANSWER_SECONDS)) if voter else None
+        until = min(deadline, loop_time() + ANSWER_SECONDS)
         if not ask.lead:
+            if self._seen(ask.voter):
+                with suppress(PeerError, BadPayload):
+                    await self._reply(ask, until)
             return
-        if voter and reply:
-            self.search.answered(ask, voter, reply)
+        answer = await self._answer(ask, until)
+        if answer:
+            self.search.answered(ask, *answer)
         else:
             self.search.failed(ask)
         self._notify()
 
-    async def _reply(self, ask: PlaceRequest, deadline: Deadline) -> AttachReply | None:
+    async def _answer(self, ask: PlaceRequest, deadline: Deadline) -> tuple[Member, AttachReply] | None:
+        """Ask a voter once this peer sees it, and again while it does not see this peer; None if it is gone or silent.
+
+        In a large run both see each other only because this peer is to ask (`ties`).
+        """
+        members = self._endpoint.host.members
+        while loop_time() < deadline:
+            version, voter = members.version, self._seen(ask.voter)
+            try:
+                if voter:
+                    return voter, await self._reply(ask, deadline)
+            except (PeerGone, BadPayload):  # `counting` has named the peer
+                return None
+            except PeerSilent:
+                pass
+            await members.changed(version, min(deadline, loop_time() + AGAIN_SECONDS))
+        return None
+
+    def _seen(self, peer: PeerId) -> Member | None:
+        return next((member for member in self._endpoint.host.members.live() if member.peer == peer), None)
+
+    async def _reply(self, ask: PlaceRequest, deadline: Deadline) -> AttachReply:
         assert self._head is not None
         attach = Attach(self._head.key, self._endpoint.me, ask.lead, self.search.known_since, self.rests)
-        try:
-            async with self._endpoint.open(ask.voter, ATTACH, deadline) as stream:
-                await stream.send(attach)
-                reply = wire.expect(await stream.receive(REPLY_BYTES), AttachReply)
-                if reply.key != attach.key:
-                    raise BadPayload("answers a request of another round")
-                return reply
-        except (PeerError, BadPayload):  # `counting` has named the peer
-            return None
+        async with self._endpoint.open(ask.voter, ATTACH, deadline) as stream:
+            await stream.send(attach)
+            reply = wire.expect(await stream.receive(REPLY_BYTES), AttachReply)
+            if reply.key != attach.key:
+                raise BadPayload("answers a request of another round")
+            return reply
 
     async def _on_attach(self, stream: Stream, attach: Attach) -> None:
         reply = self.book.take(attach, self._lineage_of)

@@ -108,6 +108,14 @@ class Butterfly:
         leads = self._attachment.leads() if self._attachment else ()
         return leads[0] if leads else ""
 
+    def ties(self) -> tuple[PeerId, ...]:
+        """The peers that this one has to see because of clusters."""
+        return self._attachment.ties() if self._attachment else ()
+
+    def followers(self) -> tuple[PeerId, ...]:
+        """The peers for which this one stands by. They have to see it."""
+        return self._attachment.followers() if self._attachment else ()
+
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline, since: float | None = None) -> AsyncIterator[Round]:
         lineage, vote, last = head.key.lineage, self._vote_after(head), self._round

@@ -69,6 +69,11 @@ class ClusteredStart(RoundStart):
         mine = (member.peer for member in attachment.book.associates())
         return {*mine, *self.cluster.peers, *attachment.followers(of_lost_leads=True)} - roster
 
+    def on_plan(self, plan: Plan | ClusteredPlan) -> None:
+        super().on_plan(plan)
+        if len(self.cluster.peers) > 1:
+            self._attachment.partners = self.cluster.peers
+
     def _places_changed(self) -> None:
         self._tell_lead()
         self._consider()

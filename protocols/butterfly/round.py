@@ -95,6 +95,7 @@ class Round:
         self._voters, self._lagging, self._rested = min(settings.voters, MAX_ROSTER), lagging, rested
         self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
+        self._seen = self.live_peers()  # in this attempt
         self._superseded = False
         self._running: asyncio.Task[None] | None = None
         start = partial(ClusteredStart, attachment=attachment, votes=vote.votes) if attachment else RoundStart
@@ -226,9 +227,9 @@ class Round:
 
     def _sees(self, peer: PeerId) -> bool:
         """Whether a peer that is not live is gone. An associate does not watch all voters: the plan's next version
-        tells it which of them are lost.
+        tells it which of them are lost. In a large run it may not have met its cluster yet.
         """
-        return self.me in self.head.roster or peer in self.cluster.peers
+        return self.me in self.head.roster or (peer in self.cluster.peers and peer in self._seen)
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute | ContributePartial) -> None:
         """Serve a member's data stream. Raises PeerSilent if the data phase of its plan does not begin here in time."""
@@ -325,6 +326,7 @@ class Round:
         version, seen = members.version, roster
         while loop_time() < self.deadline:
             live, guests = self.live_peers(), self.exchange.guests if self.exchange else ()
+            self._seen |= live
             for peer in sorted((seen - live) & {*roster, *guests}):
                 self.gone(peer)
             seen = live

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,19 +111,25 @@ class SessionPeer:
         libp2p: Any = SimpleNamespace(addresses=(f"/ip4/10.0.0.1/tcp/1/p2p/{name}",), routes={}, daemon_pid=None)
         self.status_tracker.transport = libp2p
         history = self.history(me)
+        self.ties: Callable[[], Collection[PeerId]] = tuple  # as of `Butterfly`
+        self.followers: Callable[[], Collection[PeerId]] = tuple
         local = LocalPeer(me, RUN, len(cluster.peers), f"nick-{name}", tuple, lambda: history.head.key.round)
         members = self.members = Membership(
             transport,
             local,
             clock=clock,
             signer=SimSigner(name, 1),
-            wanted=lambda: [member.peer for member in history.head.roster if member != me],
-            role=lambda known: roster_role(name, [member.peer for member in history.head.roster]),
+            wanted=lambda: [
+                *(member.peer for member in history.head.roster if member != me),
+                *self.ties(),
+                *self.followers(),
+            ],
+            role=lambda known: roster_role(name, [member.peer for member in history.head.roster], self.ties()),
         )
         members.add_candidate(cluster.founders[0].peer)
         directory = Directory(cluster.entries, name, clock, DirectoryFaults())
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
-        settings = Settings("fp32", (ELEMENTS,), 512)
+        settings = replace(Settings("fp32", (ELEMENTS,), 512), **cluster.settings)
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(cluster.peers), tokens_per_step=256), STEPS, step_seconds)
         self.outer_loop, sync = self.stack(host, settings)
         self.outer_loop.on_progress = self.status_tracker.on_progress
@@ -183,7 +190,8 @@ class SessionPeer:
             hints=self.members.peers,
             on_better=lambda branch: averager.supersede(),
         )
-        averager = load_averager("butterfly")(host, settings, part_cache, sync.hear)
+        averager = load_averager("butterfly")(host, settings, part_cache, sync.hear, self.chain.lineage_of)
+        self.ties, self.followers = averager.ties, averager.followers
         outer_loop = ReplicatedOuterLoop(
             self.chain,
             averager,
@@ -243,7 +251,7 @@ class SessionCluster(SimSwarm):
 
     def __init__(self, path: Path, founders: str = "abc", kind: type[SessionPeer] = SessionPeer) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.settings = kind, dict[str, Any]()  # what differs from the usual `Settings`
         self.path, self.founders = path, tuple(Member(name) for name in founders)
         self.peers: dict[PeerId, SessionPeer] = {}
         self.tasks: dict[PeerId, asyncio.Task[None]] = {}

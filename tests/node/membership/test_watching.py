@@ -37,6 +37,15 @@ def test_voter_watches_its_roster_others_a_few_voters(me: str, voters: int) -> N
     assert len(found) == voters + watching.OTHERS_WATCHED
 
 
+@pytest.mark.parametrize("me", ["p0", "p100"])
+def test_ties_of_clusters_are_all_watched(me: str) -> None:
+    """Those of a voter with a full cluster, or of an associate: its lead, its standby, voters it asks, its cluster."""
+    ties = PEERS[101:132] if me in ROSTER else [*ROSTER[3:7], *PEERS[101:131]]
+    found = choose(roster_role(me, ROSTER, ties), known(PEERS, tuple(ties[:2])), Lot(me.encode()))
+    assert found and {*ties} <= found and len(found) <= len(ties) + 32 + watching.OTHERS_WATCHED
+    assert me not in ROSTER or {*ROSTER} <= found
+
+
 def test_newcomer_changes_one_place_of_the_choice() -> None:
     role, lot = Role((Group(tuple(ROSTER), 4),), 16), Lot(b"secret")
     before = choose(role, known(PEERS), lot)

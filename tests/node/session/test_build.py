@@ -1,4 +1,4 @@
-"""When a run in stages has begun for a peer: from then on the stages of first members are final."""
+"""When a run in stages has begun for a peer, so that the stages of first members are final, and whom peers watch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from node.session.build import SessionBuilder
+from protocols.base import Member
 from protocols.consensus.record import genesis
 
 RUN, SCOPE = b"r" * 32, "run/stage/2/1"
@@ -32,3 +33,14 @@ def has_begun(past: list[tuple[str, tuple[str, ...]]], anchor: bytes) -> bool:
 def test_run_has_begun_once_a_mean_is_decided(past: list[tuple[str, tuple[str, ...]]], begun: bool) -> None:
     assert has_begun(past, genesis(RUN, SCOPE)) == begun
     assert has_begun(past, b"a lineage with a mean"), "although its reports are lost"
+
+
+def test_peers_of_the_clusters_are_watched() -> None:
+    roster = (Member("a"), Member("b"))
+    builder: Any = SimpleNamespace(
+        _history=SimpleNamespace(head=SimpleNamespace(roster=roster)),
+        _peer=SimpleNamespace(me=Member("me")),
+        _ties=lambda: ("lead", "mate"),
+    )
+    role = SessionBuilder._role(cast(SessionBuilder, builder), None, [])
+    assert [group.peers for group in role.groups] == [("lead", "mate"), ("a", "b")]

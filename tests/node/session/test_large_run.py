@@ -9,7 +9,7 @@ import pytest
 
 from node.membership import watching
 from protocols.butterfly import round as round_module
-from tests.support.session_cluster import SessionCluster
+from tests.support.session_cluster import SessionCluster, SessionPeer
 from tests.support.simulated import on_virtual_time
 from tests.support.waiting import until
 
@@ -48,3 +48,26 @@ async def test_observer_takes_the_place_of_a_dead_voter(cluster: SessionCluster)
             cluster.network.kill(name)
     await asyncio.sleep(5.0)
     assert not cluster.network.bugs
+
+
+@on_virtual_time
+async def test_clusters_see_each_other_in_a_large_run(cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all work counts, also after a lead's death."""
+    monkeypatch.setattr(watching, "MAX_WATCHED", 12)
+    cluster.settings = {"clusters": True, "voters": len(FOUNDERS)}
+    peers = cluster.all(FOUNDERS + "efghijklmnopqrst", run_rounds=400)
+    await until(lambda: all(sees_cluster(peer, len(peers)) for peer in peers), 120.0)
+    assert min(len(peer.members.live()) for peer in peers) < len(peers) - 4, "each sees each"
+    cluster.network.kill("b")
+    rest = [peer for peer in peers if peer.name != "b"]
+    await until(lambda: all(sees_cluster(peer, len(rest)) for peer in rest), 120.0)
+    for peer in rest:
+        cluster.network.kill(peer.name)
+    await asyncio.sleep(5.0)
+    assert not cluster.network.bugs
+
+
+def sees_cluster(peer: SessionPeer, contributors: int) -> bool:
+    """Whether the latest mean holds so many peers' work, and this one sees all of its cluster in it."""
+    last, live = peer.view.reports[-1:], {member.peer for member in peer.members.live()}
+    return any(each.contributors == contributors and live.issuperset(each.contributions) for each in last)
