@@ -113,7 +113,7 @@ def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
     whole round or of the same cluster. Without its plan, a peer knows only how much of each cluster counts.
     """
     arrived: dict[str, Report] = {}
-    deciding: dict[str, list[Report]] = {}
+    deciding: dict[tuple[str, frozenset[str]], Report] = {}
     for report in reports:
         first = arrived.setdefault(report["lineage"], report)
         if first["params_hash"] != report["params_hash"]:
@@ -122,15 +122,9 @@ def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
             yield _violation("same-bits", report, why)  # its momentum, where the hash agrees
         knows_plan = report["contributions"] or not report.get("clusters")
         if report["outcome"] in DECIDED and knows_plan:
-            others = deciding.setdefault(report["lineage"], [])
-            mine = report["contributions"]
-            near = next(
-                (each for each in others if not mine or not each["contributions"].keys().isdisjoint(mine)), None
-            )
-            if near and near["contributions"] != mine:
+            near = deciding.setdefault((report["lineage"], frozenset(report.get("clusters", ()))), report)
+            if near["contributions"] != report["contributions"]:
                 yield _violation("same-bits", report, f"contributions differ from those of {near['peer']}")
-            if near is None:
-                others.append(report)
 
 
 def finite(reports: Iterable[Report]) -> Iterator[Violation]:
@@ -146,6 +140,7 @@ def counted_once(decided: Iterable[Report], tree: Tree) -> Iterator[Violation]:
     Two branches of a fork may each count it. Records that are not known to be on different branches are on one.
     """
     counted: dict[tuple[str, str], dict[str, None]] = {}
+    through: dict[tuple[str, str], frozenset[str]] = {}  # the other clusters, as those of its own one report them
     for report in sorted(decided, key=lambda report: report["round"]):
         for peer, (anchor, chunks_counted, chunks) in report["contributions"].items():
             if not 0 <= chunks_counted <= chunks:
@@ -156,6 +151,9 @@ def counted_once(decided: Iterable[Report], tree: Tree) -> Iterator[Violation]:
             if any(each != report["lineage"] and not tree.apart(each, report["lineage"]) for each in records):
                 yield _violation("counted-once", report, f"the contribution of {peer} is in two records")
             records[report["lineage"]] = None
+            others = frozenset(report.get("clusters", ()))
+            if through.setdefault((peer, report["lineage"]), others) != others:
+                yield _violation("counted-once", report, f"the contribution of {peer} is in two clusters")
 
 
 def never_back(incarnation: Sequence[Report], tree: Tree) -> Iterator[Violation]:

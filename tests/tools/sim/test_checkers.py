@@ -64,7 +64,16 @@ def forked() -> Histories:
     return histories
 
 
-@pytest.mark.parametrize("histories", [clean, forked, dict])
+def moved() -> Histories:
+    """A round of two clusters, in both of which cleo is: it has moved to its own one, and counts there."""
+    histories = {peer: [voted_report(peer, 0)] for peer in PEERS}
+    for peer in ("anna", "bert"):
+        histories[peer][0].update(contributions=counted("L0", cleo=("L0", 0, 4)), clusters={IDS["cleo"]: (4, 4)})
+    histories["cleo"][0].update(contributions={IDS["cleo"]: ("L0", 4, 4)}, clusters={IDS["anna"]: (8, 12)})
+    return histories
+
+
+@pytest.mark.parametrize("histories", [clean, forked, moved, dict])
 def test_clean_history_passes(histories: Callable[[], Histories]) -> None:
     assert checkers.check(histories()) == list(checkers.one_branch(histories())) == []
 
@@ -115,6 +124,15 @@ PLANTED: dict[str, tuple[Callable[[], Histories], list[Edit], list[tuple[str, st
     ),
     "counted again after the fork": (
         forked, [of_all(-1, contributions=counted("L4", anna=("L2", 4, 4)))], each("counted-once", 4),
+    ),
+    "counted in two clusters": (
+        moved,
+        [of(peer, 0, contributions=counted("L0", cleo=("L0", 1, 4))) for peer in ("anna", "bert")],
+        each("counted-once", 0, "cleo"),
+    ),
+    "other counts in a cluster": (
+        moved, [of("bert", 0, contributions=counted("L0", bert=("L0", 3, 4), cleo=("L0", 0, 4)))],
+        each("same-bits", 0, "bert"),
     ),
     "round back on the new branch": (forked, [of("anna", -1, round=3)], each("never-back", 3, "anna")),
     "rounds lost unstated": (forked, [of("anna", -2, lost_rounds=1)], each("stated", 4, "anna")),
