@@ -54,7 +54,7 @@ test: ready
 SIM_CRASHES := $(addprefix sim-at-every-message-,crash silence one-way stall)
 SIM_OVERLAPS := $(addprefix sim-overlap-at-every-message-,crash silence one-way stall)
 SIM_PAUSES := $(addprefix sim-pauses-,butterfly push_sum data_parallel ring parameter_server parameter_server_async)
-SIM_PARTS := $(SIM_CRASHES) sim-pairs-of-crashes sim-calm sim-large sim-sixteen $(SIM_OVERLAPS) sim-overlap \
+SIM_PARTS := $(SIM_CRASHES) sim-pairs-of-crashes sim-calm sim-large sim-sixteen sim-clusters $(SIM_OVERLAPS) sim-overlap \
 	sim-breaking sim-leaving sim-votes sim-stages sim-chains sim-closing sim-gossip sim-crash-push_sum sim-crash-gossip \
 	sim-moshpit $(SIM_PAUSES) sim-pauses-stages
 .PHONY: sim-all $(SIM_PARTS)
@@ -83,6 +83,9 @@ sim-large:
 	$(BIN)/python -m tests.sim --peers 32 --rounds 50 --seeds 0 --json
 sim-sixteen:
 	$(BIN)/python -m tests.sim --peers 16 --rounds 4 --seeds 0:4 --faults calm
+sim-clusters:
+	$(BIN)/python -m tests.sim --peers 9 --voters 3 --clusters --rounds 4 --seeds 10:12 --faults breaking
+	$(BIN)/python -m tests.sim --peers 36 --voters 6 --clusters --rounds 4 --seeds 0 --faults lies --json
 sim-breaking:
 	$(BIN)/python -m tests.sim --peers 5 --rounds 4 --seeds 0:12 --faults breaking
 sim-leaving:

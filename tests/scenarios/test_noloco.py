@@ -8,9 +8,10 @@ import torch
 from node.tasks.base import Step
 from protocols.base import PeerId, Vector
 from tests.sim.__main__ import main as simulate
+from tests.sim.account import Head
 from tests.sim.independent_world import IndependentWorld, Wander
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
-from tests.sim.world import Head, play
+from tests.sim.world import play
 from tests.support.long import diagonal, long
 
 STEPS = {"even": (0.2, 0.2, 0.2, 0.2, 0.2), "uneven": (0.2, 0.21, 0.25, 0.3, 0.2)}

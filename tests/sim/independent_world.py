@@ -36,11 +36,12 @@ from protocols.moshpit.averager import Moshpit
 from protocols.registry import INDEPENDENT_PROTOCOLS, load_averager
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
+from tests.sim.account import Head
 from tests.sim.byzantine.independent import ByzantinePeer
 from tests.sim.network import SimNetwork
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
 from tests.sim.transport import SimTransport
-from tests.sim.world import HEALED_SECONDS, RUN, Head, World
+from tests.sim.world import HEALED_SECONDS, RUN, World
 from tests.support import checkers
 from tests.support import independent_checkers as checkers_loose
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from protocols.base import PeerId
 from protocols.consensus.vote_tally import majority
 from tests.sim import loop as simloop
+from tests.sim.account import Head
 from tests.sim.faults import Faults, Message
 from tests.sim.scenario import Scenario
-from tests.sim.world import Head, World
+from tests.sim.world import World
 from tests.support import checkers
 from tests.support.checkers import Violation
 

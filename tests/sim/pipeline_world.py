@@ -29,10 +29,11 @@ from protocols.pipeline.stages import StageClock, StageMembers, by_stage, lacks_
 from protocols.pipeline.ways import Chains
 from protocols.streams.endpoint import ProtocolEndpoint
 from tests.sim import loop as simloop
+from tests.sim.account import Head
 from tests.sim.contact import HEARTBEAT_SECONDS
 from tests.sim.inline_stage import InlineStage
 from tests.sim.scenario import Scenario
-from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, Head, World
+from tests.sim.world import HEALED_ROUNDS, HEALED_SECONDS, RUN, World
 from tests.support import checkers, pipeline_checkers
 
 TOKENS = 32

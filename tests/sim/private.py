@@ -49,13 +49,13 @@ from node.session.fatal import FatalPeerError
 from node.session.private_run import PrivateMembership
 from protocols.base import Deadline, Header, Host, Member, PeerError, PeerId
 from protocols.streams.framing import opened
+from tests.sim.account import Head as DecidedHead
 from tests.sim.arguments import Parser, seeds
 from tests.sim.host import SimClock
 from tests.sim.process import prepare
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.sim.transport import SimTransport
 from tests.sim.world import RUN
-from tests.sim.world import Head as DecidedHead
 from tests.support.checkers import DECIDED, Report, Violation
 
 JOINERS = 3

@@ -114,10 +114,11 @@ class Scenario:
             raise ValueError(f"{self.voters} voters of {self.peers} peers: at most {MAX_ROSTER} vote")
         if self.peers > MAX_ROSTER and self.protocol not in LARGE_PROTOCOLS:
             raise ValueError(f"a roster of {self.protocol} holds at most {MAX_ROSTER} peers, not {self.peers}")
-        if self.peers > (self.voters or MAX_ROSTER) and (self.stages > 1 or self.fault != "none"):
-            raise ValueError("with observers, runs without stages and faults are played")
         if self.clusters and (self.protocol != "butterfly" or self.stages > 1):
             raise ValueError("clusters are of the butterfly, without stages")
+        beyond = self.peers > (self.voters or MAX_ROSTER)
+        if beyond and (self.stages > 1 or (self.fault != "none" and not self.clusters)):
+            raise ValueError("with observers, runs without stages and faults are played")
 
     def names(self) -> tuple[PeerId, ...]:
         return tuple(f"p{index}" for index in range(self.peers))
@@ -179,7 +180,8 @@ def _with_faults(scenario: Scenario) -> Scenario:
     if faults is None:
         faults = Faults()
         if scenario.lie:
-            faults = faults.lie(rng.choice(names), scenario.lie)
+            associates = names[scenario.voters :] if scenario.clusters and scenario.lie == "weight-huge" else ()
+            faults = faults.lie(rng.choice(associates or names), scenario.lie)  # a lead's tokens are in its own offers
         if scenario.fault == "skew":
             faults = families.skew(rng, names, seconds)
         elif scenario.fault in BREAKING:

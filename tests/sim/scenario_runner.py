@@ -15,12 +15,12 @@ from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus.record import Kind, coordinators, genesis
 from protocols.history.chain import Chain, DecidedRound
+from tests.sim.account import Head as DecidedHead
 from tests.sim.host import EPOCH
 from tests.sim.scenario import Scenario
 from tests.sim.swarm import T
 from tests.sim.transport import SimTransport
 from tests.sim.world import RUN, World
-from tests.sim.world import Head as DecidedHead
 from tests.support import checkers
 
 LATENCY_SECONDS = 0.02
@@ -36,6 +36,7 @@ class ScenarioSetup:
 
     Attributes:
         founders: number of peers in the first roster; None: all. The script starts the others by `begin`.
+        voters: of these in a run with clusters; the others are associates. 0: a run without clusters.
         fork_peers, keep_rounds: as in `Settings`; None: its default.
         wait_for: the first member trains once the roster has so many.
         latency_seconds: of every link.
@@ -47,6 +48,7 @@ class ScenarioSetup:
 
     peers: int
     founders: int | None = None
+    voters: int = 0
     fork_peers: int = 1
     keep_rounds: int | None = None
     wait_for: int = 1
@@ -81,6 +83,8 @@ class ScenarioSetup:
             lookahead=self.lookahead,
             fragments=self.fragments,
             chains=self.chains,
+            voters=self.voters,
+            clusters=bool(self.voters),
         )
 
 
@@ -99,7 +103,7 @@ class ScenarioRunner(World):
         self.cast = cast
         self.network.latency_seconds = cast.latency_seconds
         self.founders = self.peers[: cast.founders]
-        self.roster = tuple(Member(peer) for peer in self.founders)
+        self.roster = tuple(Member(peer) for peer in self.founders[: cast.voters or None])
         self.disks: dict[PeerId, Checkpoint] = {}  # a test may remove or replace one
         self.ended: dict[Member, float] = {}  # member that left -> when its process ended
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,10 +21,9 @@ from node.tasks.paced import Paced
 from node.training.trainer import Learner
 from protocols.aio import task_group
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import Host, Member, PeerId, RoundKey, Settings, Trainer, Vector
+from protocols.base import Host, Member, PeerId, Settings, Trainer, Vector
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.averager import Butterfly
-from protocols.consensus.vote_tally import majority
 from protocols.history.chain import Chain
 from protocols.registry import load_averager
 from protocols.sync.chain_sync import ChainSync
@@ -34,7 +32,7 @@ from protocols.vectors.codec import codec
 from protocols.vectors.views import fragment_sizes
 from protocols.wire import MAX_ROSTER
 from tests.sim import loop as simloop
-from tests.sim.contact import Outages
+from tests.sim.account import Account, Head
 from tests.sim.host import DirectoryFaults, sim_host
 from tests.sim.injection import Injector
 from tests.sim.neighbours import Neighbours
@@ -43,7 +41,6 @@ from tests.sim.swarm import SimSwarm
 from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
 from tests.support import checkers
-from tests.support.checkers import DECIDED
 from tests.support.disguises import lying
 from tests.support.inline_trainer import InlineTrainer
 
@@ -53,76 +50,11 @@ GRACE_SECONDS = 120.0
 HEALED_SECONDS = 600.0
 """Within this time after the healing, all peers must be in the roster and commit `HEALED_ROUNDS` further rounds."""
 HEALED_ROUNDS = 2
+CONTRIBUTE_ROUNDS = 3
+"""With clusters, the mean of one of the first so many rounds that begin after the healing holds work of all peers. In a
+run without such faults, so do all means after the first so many rounds."""
 LEVEL_ROUNDS, LEVEL_TASKS = 5, 4
 """In its last `LEVEL_ROUNDS` rounds a peer may have `World.level_tasks` tasks more than in its first ones."""
-
-
-class Head(Protocol):
-    @property
-    def key(self) -> RoundKey: ...
-
-    @property
-    def roster(self) -> tuple[Member, ...]: ...
-
-
-@dataclass
-class Attempt:
-    roster: tuple[Member, ...]
-    began: float
-    ended: float | None = None
-    decided: bool = False
-    committed: bool = False
-    committed_by: dict[PeerId, float] = field(default_factory=dict)
-    entered: dict[PeerId, float] = field(default_factory=dict)
-    missed: Counter[PeerId] = field(default_factory=Counter)
-
-
-class Account:
-    """The attempts of a run, by the lineage that they extend."""
-
-    def __init__(self, outages: Outages) -> None:
-        self.attempts: dict[str, Attempt] = {}
-        self._outages = outages
-
-    def entered(self, peer: PeerId, head: Head, now: float) -> None:
-        attempt = self.attempts.setdefault(head.key.lineage.hex(), Attempt(head.roster, now))
-        attempt.entered[peer] = now
-
-    def reported(self, report: dict[str, Any], now: float) -> None:
-        attempt, peer = self.attempts.get(report["parent"]), report["peer"]
-        if attempt is None:  # no peer entered this round: the reporter has caught up
-            return
-        if not attempt.decided:
-            attempt.ended = now
-        attempt.decided |= report["outcome"] in DECIDED
-        if report["outcome"] in ("committed", "alone"):
-            attempt.committed = True
-            attempt.committed_by.setdefault(peer, now)
-        elif report["outcome"] == "undecided" and self._could(attempt, attempt.entered.get(peer, now), now, peer):
-            attempt.missed[peer] += 1
-
-    def _could(self, attempt: Attempt, since: float, until: float, peer: PeerId | None = None) -> bool:
-        """Whether a majority of the roster, including `peer`, was alive and mutually connected."""
-        count = majority(len(attempt.roster))
-        return self._outages.connected(attempt.roster, count, since, until, peer)
-
-    def shares(self) -> tuple[int, int]:
-        """(rounds that could commit, rounds of these that did); each repeated attempt counts as a round."""
-        could = did = 0
-        for attempt in self.attempts.values():
-            missed = max(attempt.missed.values(), default=0)
-            able = attempt.ended is not None and self._could(attempt, attempt.began, attempt.ended)
-            did += able and attempt.committed
-            could += missed + (able and (attempt.committed or not missed))
-        return could, did
-
-    def whole(self, peers: tuple[PeerId, ...], since: float) -> int:
-        """The number of rounds with all peers in the roster that all of them have committed since then."""
-        return sum(
-            {member.peer for member in attempt.roster} == set(peers)
-            and all(attempt.committed_by.get(peer, -1.0) >= since for peer in peers)
-            for attempt in self.attempts.values()
-        )
 
 
 @dataclass(slots=True)
@@ -162,7 +94,7 @@ class World(SimSwarm):
         self.activities: dict[PeerId, Activity] = {}
         self.populate(scenario.names())
         self.liars = tuple(scenario.faults.lies())
-        self.account = Account(self.network.contacts.outages)
+        self.account = Account(self.network.contacts.outages, scenario.clusters)
         self.replicas: dict[PeerId, ReplicatedOuterLoop] = {}
         self.healed_at: float | None = None
         self._done = asyncio.Event()
@@ -356,7 +288,7 @@ class World(SimSwarm):
     # -- rounds and their reports -------------------------------------------------------------------------------------
 
     def goes_on(self, peer: PeerId) -> bool:
-        if peer in self.observers:  # it may miss a round and fetch the state
+        if peer in self.observers and not self.scenario.breaks:  # it may miss a round and fetch the state
             return self.replicas[peer].chain.head.key.round < self.scenario.rounds
         return self.scenario.breaks or len(self.histories[peer]) < self.scenario.rounds
 
@@ -421,14 +353,21 @@ class World(SimSwarm):
         return found
 
     def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        return self._healed(honest) if self.scenario.breaks else self._undisturbed(honest)
+        found = self._healed(honest) if self.scenario.breaks else self._undisturbed(honest)
+        return found + list(self._accused(honest))
 
     def _healed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
         if not self.satisfied():
             rounds = self.account.whole(self.peers, self.healed_at or 0.0)
             what = f"{rounds} rounds of all peers in {HEALED_SECONDS:g} s after all was healed, not {HEALED_ROUNDS}"
             return [checkers.Violation("progress", "", 0, what)]
-        return list(checkers.one_branch(honest))
+        found = list(checkers.one_branch(honest))
+        if self.scenario.clusters:
+            count = self.account.rounds_until_all_count(self.peers, self.healed_at or 0.0)
+            if count is None or count > CONTRIBUTE_ROUNDS:
+                what = f"all count in round {count} after the healing, not by round {CONTRIBUTE_ROUNDS}"
+                found.append(checkers.Violation("contributes", "", 0, what))
+        return found
 
     def _undisturbed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
         """Every honest peer must commit every round, and an honest peer must name the liar."""
@@ -447,7 +386,29 @@ class World(SimSwarm):
         for liar in self.liars:
             if len(self.peers) > 1 and not any(liar in r["blamed"] for history in honest.values() for r in history):
                 found.append(checkers.Violation("named", liar, 0, f"no peer named the lie {self.scenario.lie!r}"))
-        return found
+        return found + (list(self._uncounted(honest)) if self.scenario.clusters else [])
+
+    def _uncounted(self, honest: dict[PeerId, list[checkers.Report]]) -> Iterator[checkers.Violation]:
+        """Honest peers without work in a mean after the first ones, unless too slow for a step in each round. A liar
+        can waste the work of its cluster in single rounds.
+        """
+        steps = dict(zip(self.peers, self.scenario.step_seconds or (), strict=True))
+        able = [peer for peer in honest if 2.0 * steps[peer] < self.scenario.inner_steps * min(steps.values())]
+        absent = {number: each for number, each in self.account.absent(able).items() if number >= CONTRIBUTE_ROUNDS}
+        if self.liars and absent:
+            absent = {max(absent): set[PeerId].intersection(*absent.values())}
+        for number, peers in absent.items():
+            if peers:
+                yield checkers.Violation("contributes", "", number, f"its mean is without {', '.join(sorted(peers))}")
+
+    def _accused(self, honest: dict[PeerId, list[checkers.Report]]) -> Iterator[checkers.Violation]:
+        """With clusters, honest peers that honest peers have refused anything or, without faults, name for more than a
+        clipped norm.
+        """
+        for report in (report for history in honest.values() for report in history if self.scenario.clusters):
+            for peer, why in report["blamed"].items():
+                if peer in honest and ("refused" in why or not (self.scenario.breaks or "clipped" in why)):
+                    yield checkers.Violation("accused", report["peer"], report["round"], f"names {peer}: {why}")
 
 
 def called_early(outer_loop: OuterLoop | None, report: checkers.Report) -> Iterator[checkers.Violation]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from protocols import wire
+from protocols.allreduce.clustered_plan import OfferToLead
 from protocols.allreduce.plan import offer_message
 from protocols.base import Buffer, Header, Signer
 from protocols.streams.framing import FramedStream
@@ -27,16 +28,16 @@ class ByzantineContributorStream:
         return getattr(self._stream, name)
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
-        if isinstance(header, wire.Chunk):
+        if isinstance(header, wire.Chunk | wire.Partial):
             await self._send_chunk(header, payload)
-        elif isinstance(header, wire.Ready) and self._lie == "weight-huge":
-            offer = replace(header.offer, tokens=10**9)
-            offer = replace(offer, signature=self._signer.sign(offer_message(header.key, offer)))
-            await self._stream.send(replace(header, offer=offer))
+        elif isinstance(header, wire.Ready | OfferToLead) and self._lie == "weight-huge":
+            header = replace(header, offer=replace(header.offer, tokens=10**9))
+            signed = header.signed() if isinstance(header, OfferToLead) else offer_message(header.key, header.offer)
+            await self._stream.send(replace(header, offer=replace(header.offer, signature=self._signer.sign(signed))))
         else:
             await self._stream.send(header, payload)
 
-    async def _send_chunk(self, header: wire.Chunk, payload: Buffer) -> None:
+    async def _send_chunk(self, header: wire.Chunk | wire.Partial, payload: Buffer) -> None:
         match self._lie:
             case "nan" | "infinity":
                 await self._stream.send(header, _poisoned(payload, math.nan if self._lie == "nan" else math.inf))

@@ -124,7 +124,7 @@ class ByzantineIndependentStream(ByzantineContributorStream):
             return await self._send_chunk(header, payload)
         await self._stream.send(self._liar.altered(self._stream.peer, header), payload)
 
-    async def _send_chunk(self, header: wire.Chunk, payload: Buffer) -> None:
+    async def _send_chunk(self, header: wire.Chunk | wire.Partial, payload: Buffer) -> None:
         liar = self._liar
         liar.lies += liar.lie in _CHUNKS or liar.lie in FACTORS or liar.lie == "hanging"
         if liar.lie in FACTORS:

@@ -16,6 +16,7 @@ from node.membership import watching
 from protocols.base import AveragingResult, Contribution, LocalProgress, Member, PeerId, Vector
 from protocols.base import Outcome as RoundOutcome
 from protocols.butterfly import round as round_module
+from protocols.butterfly.attachment import LeadSearch
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.state_swap import StateSwap
 from tests.sim import scenario as scenarios
@@ -186,6 +187,27 @@ def test_planted_bug_in_voting_is_found(world: type[World], faults: Faults, inva
     outcome = play(Scenario(peers=3, rounds=4, faults=faults), world)
     assert words in details(outcome, invariant)
     assert outcome.virtual_seconds < HEALED_SECONDS + 250, "a swarm that does not recover ends, too"
+
+
+@pytest.mark.parametrize(
+    "faults, until, invariant, words",
+    [
+        (Faults(), 9, "contributes", "its mean is without p4"),
+        (CRASH, 99, "progress", "0 rounds of all peers"),
+        (CRASH, 14, "contributes", "all count in round"),
+    ],
+)
+def test_work_that_counts_late_or_never_is_found(
+    faults: Faults, until: int, invariant: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: an associate asks for no lead before this round."""
+    lacks = LeadSearch._lacks
+    monkeypatch.setattr(worlds, "HEALED_SECONDS", 80.0)
+    monkeypatch.setattr(
+        LeadSearch, "_lacks", lambda self: lacks(self) and (self.me.peer != "p4" or self._round > until)
+    )
+    outcome = play(Scenario(peers=5, rounds=5, faults=faults, elements=64, voters=2, clusters=True))
+    assert words in details(outcome, invariant)
 
 
 @pytest.mark.parametrize("bug, fault, violations", MIXING_BUGS)
