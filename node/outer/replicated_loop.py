@@ -41,6 +41,7 @@ PROOF_SHARE = 1 / 3
 AGAIN_SECONDS, NEAR_ROUNDS = 1.0, 2
 """If catching up took longer and covered more rounds, the peer catches up again. The next pass is shorter, because
 fewer rounds were decided during this one."""
+STATELESS_SECONDS = 10.0  # until a peer that may not decide, since it lacks the head's state, looks for it again
 MAX_PASSES = 16
 """Times in a row that a peer catches up. It then enters a round, in which it learns what is being decided."""
 
@@ -118,7 +119,7 @@ class ReplicatedOuterLoop(OuterLoop):
     ) -> AsyncIterator[RoundReport]:
         loop = asyncio.get_running_loop()
         sync.keep_state = self.keep
-        behind, passes = self.me not in self.chain.head.roster, 0
+        behind, passes = self.me not in self.chain.head.roster or self.chain.lacks_state, 0
         while should_continue():
             if self.may_be_away:
                 await self.stay_away(lambda: self.activity.wanted is not Activity.AWAY)
@@ -140,11 +141,25 @@ class ReplicatedOuterLoop(OuterLoop):
                     continue
                 if not passes:
                     await asyncio.sleep(PAUSE_SECONDS)
+                if self.may_not_decide:
+                    set_state("syncing", "the state that it is to begin with is not on its disk: it waits for a peer's")
+                    await asyncio.sleep(STATELESS_SECONDS)
+                    continue
             passes = 0
             report = await self.run_round()
             yield report.after(tried) if tried else report
             behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
             sync.stranded = report.outcome == Outcome.UNDECIDED
+
+    @property
+    def may_not_decide(self) -> bool:
+        """Whether this peer has a vote on the next round, or may fork, and the head is known to have another state.
+
+        What it decided would begin from its own state, so no other peer would accept it.
+        """
+        head = self.chain.head
+        deciding = {member.peer for roster in (head.roster, *head.former) for member in roster}
+        return self.chain.lacks_state and self.me.peer in deciding
 
     def _show_progress(self, phase: str, work: LocalProgress) -> None:
         self.fragments.hear(work)

@@ -38,6 +38,7 @@ class StageBackups:
         find: Callable[[int], Awaitable[int | None]],
         fetch: Callable[[int, int], Awaitable[int]],
         drop: Callable[[int], Awaitable[None]],
+        is_target: Callable[[int], bool],
         announce: Callable[[Mapping[int, int]], None],
         say: Callable[[str], None],
     ) -> None:
@@ -46,12 +47,14 @@ class StageBackups:
 
         `find` returns the training rounds in what is on the disk of a stage, None if there is nothing. `fetch`
         downloads a stage's newest state, if more rounds than the given number have trained it, and returns its rounds;
-        it raises StateUnavailable, StateError. `drop` deletes a backup. `announce` takes what is held.
+        it raises StateUnavailable, StateError. `drop` deletes a backup; so does `find` with one of another seat than
+        the one that counts. `is_target` says whether this peer is moving to a stage: what is on its disk of that stage
+        is what it goes on with, and stays. `announce` takes what is held.
         """
         self.held: dict[int, int] = {}
         self._me, self._stage, self._sizes, self._limit_bytes = me, stage, sizes, limit_bytes
         self._view, self._seat, self._find, self._fetch, self._drop = view, seat, find, fetch, drop
-        self._announce, self._say = announce, say
+        self._is_target, self._announce, self._say = is_target, announce, say
         self._uncovered_since: dict[int, float] = {}  # since when too few peers before this one hold a stage
         self._found: dict[int, Hashable] = {}  # the seats whose state was looked for on the disk
         self._tried: dict[int, tuple[int, float]] = {}  # round and time of the latest download
@@ -83,6 +86,8 @@ class StageBackups:
     async def _look(self, stage: int) -> None:
         from protocols.pipeline.backups import ahead, fits, is_covered, is_due, is_old
 
+        if self._is_target(stage):
+            return
         if (seat := self._seat(stage)) != self._found.get(stage):
             self._found[stage] = seat
             rounds = await self._find(stage)
@@ -96,7 +101,8 @@ class StageBackups:
             self._uncovered_since.pop(stage, None)
             if self.held.pop(stage, None) is not None:
                 self._tell()  # first, so that no peer counts on it
-                await self._drop(stage)
+                if not self._is_target(stage):
+                    await self._drop(stage)
             return
         waited_seconds = now - self._uncovered_since.setdefault(stage, now)
         if stage not in self.held and not is_due(before, waited_seconds):

@@ -162,10 +162,6 @@ class StageParts:
         async def fetch(stage: int, after: int) -> int:
             return await entrance.back_up(stage, self._everyone, me, lambda: self._live_in(stage), after=after)
 
-        async def drop(stage: int) -> None:
-            if mover.target != stage:  # else it has just fetched what it goes on with
-                await entrance.drop(stage)
-
         return StageBackups(
             me.peer,
             entrance.seat.stage,
@@ -175,7 +171,8 @@ class StageParts:
             seat=lambda stage: seats.digest(seats.known[stage]) if stage in seats.known else None,
             find=entrance.backed_up,
             fetch=fetch,
-            drop=drop,
+            drop=entrance.drop,
+            is_target=lambda stage: mover.target == stage,
             announce=lambda held: membership.announce_placement(held=held),
             say=self._peer.view.say,
         )

@@ -18,13 +18,15 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 from node.joining.stages import placements
 from node.membership.hello import StageSeat
+from node.membership.membership import Membership
 from node.membership.seats import seat_of
 from node.session.stage_backups import StageBackups
 from node.session.stage_entrance import StageEntrance, home_name
@@ -57,6 +59,7 @@ class StagesDisk(Disk):
         super().__init__(identity)
         self.states: dict[str, int] = {}
         self.promises = b""
+        self.begun_without_base = False  # as the first member of a seat
 
     @property
     def home(self) -> str:
@@ -71,6 +74,9 @@ class StagesDisk(Disk):
     def has_begun(self, value: bool) -> None:
         if value:
             self.states[self.home] = 0
+            seat = seat_of(self.stage())
+            if seat and seat.base and seat.member.peer == self.identity.peer_id:
+                self.begun_without_base = True
 
     def stage_home(self, name: int | str) -> Path:
         return Path(str(name))
@@ -92,6 +98,13 @@ class SimEntrance(StageEntrance):
         root = str(rounds).encode().ljust(32)
         index = SimpleNamespace(parameters_root=root, velocity_root=root)
         return None if rounds is None else (rounds, SimpleNamespace(index=index))
+
+    async def drop(self, stage: int, kept: str = "") -> None:
+        disk: Any = self._state
+        async with self._turns[stage]:
+            for home in disk.stage_homes(stage):
+                if home.name != kept:
+                    del disk.states[home.name]
 
     def _install(self, seat: StageSeat, backup: Any, home: Path) -> None:
         disk: Any = self._state
@@ -125,6 +138,11 @@ class RefillingWorld(MovingWorld):
 
     def roster(self, stage: int) -> Any:
         return [member for member in super().roster(stage) if self.disks[member.peer].has_begun]
+
+    def _leave(self, peer: PeerId, membership: Membership, target: asyncio.Future[int], to: int) -> None:
+        """At the end of the round, which takes long where a stage is lost."""
+        leave = partial(super()._leave, peer, membership, target, to)
+        asyncio.get_running_loop().call_later(3 * ROUND_SECONDS, lambda: target.cancelled() or leave())
 
     def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
         if self.asked_at is None or peer != self.first:
@@ -162,6 +180,7 @@ class RefillingWorld(MovingWorld):
             find=entrance.backed_up,
             fetch=fetch,
             drop=entrance.drop,
+            is_target=lambda each: peer in self.movers and self.movers[peer].target == each,
             announce=lambda held: membership.announce_placement(held=held),
             say=lambda line: None,
         )
@@ -291,6 +310,9 @@ class RefillingWorld(MovingWorld):
                 self.wrong.append(Violation("lost", peer, 0, f"says {self.refills[peer].describe()!r}, not {lost}"))
 
     def judge_agreement(self) -> None:
+        for peer, disk in self.disks.items():
+            if isinstance(disk, StagesDisk) and disk.begun_without_base:
+                self.wrong.append(Violation("base", peer, 0, "began its stage again without the state of the backup"))
         alive = self.alive()
         if len(known := {self.known(peer) for peer in alive}) > 1:
             self.wrong.append(Violation("agree", "", 0, f"peers know different seats: {known}"))
@@ -298,6 +320,9 @@ class RefillingWorld(MovingWorld):
             entrance = self.entrances[peer]
             if not entrance.seats.counts(entrance.seat) or not self.disks[peer].has_begun:
                 self.wrong.append(Violation("refilled", peer, 0, f"is on {entrance.seat} of {entrance.seats.known}"))
+
+
+Play: TypeAlias = Callable[[], RefillingWorld]
 
 
 def refill(dies_at: int = 0) -> RefillingWorld:
@@ -323,27 +348,32 @@ def apart(seed: int) -> RefillingWorld:
 RETURNS_SECONDS = (5.0, 60.0, 100.0, 118.0, 121.0, 124.0, 130.0, 200.0)
 
 
-def plays(every: int, partitions: int, stride: int = STRIDE) -> Iterator[RefillingWorld]:
-    yield (whole := refill())
-    yield from (refill(number) for number in range(1, whole.messages, stride * every))
-    yield from map(come_back, RETURNS_SECONDS[::every])
-    yield from map(apart, range(partitions))
+def plays(every: int, partitions: int, stride: int = STRIDE, messages: int = 1) -> Iterator[tuple[str, Play]]:
+    """Each with its name. `messages` from which on a peer dies."""
+    whole = refill()
+    yield "nobody dies", lambda: whole
+    deaths = range(messages, whole.messages, stride * every)
+    yield from ((f"death at message {number}", partial(refill, number)) for number in deaths)
+    returns = RETURNS_SECONDS[::every]
+    yield from ((f"back after {seconds:g} s", partial(come_back, seconds)) for seconds in returns)
+    yield from ((f"apart, seed {seed}", partial(apart, seed)) for seed in range(partitions))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m tests.sim.refilling", description="Deaths while a lost stage begins again.")
     parser.add_argument("--every", type=at_least_one, default=1, help="play every N-th of the plays only")
     parser.add_argument("--stride", type=at_least_one, default=STRIDE, help="of the messages at which a peer dies")
+    parser.add_argument("--from-message", type=at_least_one, default=1, help="the first one at which a peer dies")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="seeds of partitions")
     options = parser.parse_args(arguments)
-    began, found, total, seats = time.monotonic(), list[str](), 0, 0
-    for world in plays(options.every, options.partitions, options.stride):
-        total, seats = total + 1, seats + len(world.made)
-        found += [f"{each.invariant}: {each.detail}" for each in world.wrong]
-    for line in found[:20]:
-        print(line)
+    began, found, total, seats = time.monotonic(), 0, 0, 0
+    for name, play in plays(options.every, options.partitions, options.stride, options.from_message):
+        world = play()
+        total, seats, found = total + 1, seats + len(world.made), found + len(world.wrong)
+        wrong = [f"{each.invariant}: {each.detail}" for each in world.wrong]
+        print(json.dumps({"play": name, "seats": len(world.made), "violations": wrong}), flush=True)
     seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"plays": total, "violations": len(found), "seats": seats, "real_seconds": seconds}))
+    print(json.dumps({"plays": total, "violations": found, "seats": seats, "real_seconds": seconds}))
     return 1 if found else 0
 
 

@@ -32,7 +32,7 @@ from protocols.base import (
     Vector,
 )
 from protocols.consensus.record import Kind, Record
-from protocols.history.chain import Chain
+from protocols.history.chain import UNSETTLED, Chain
 from protocols.sync.snapshot import Snapshots
 from protocols.wire import ChunkSpan, PartDigest
 from tests.sim import loop as simloop
@@ -175,12 +175,13 @@ class Peer:
         self,
         *scripts: Script,
         roster: tuple[Member, ...] = (ME, OTHER),
+        root: bytes = UNSETTLED,
         outer: OuterSGD | None = None,
         overlaps: bool = False,
         fragments: int = 1,
     ) -> None:
         self.averager, self.trainer = ScriptedAverager(*scripts), WatchedTrainer(fragments)
-        self.chain = Chain(RUN, "run", roster, bytes(32), fragments=fragments)
+        self.chain = Chain(RUN, "run", roster, root, fragments=fragments)
         self.outer = outer or OuterSGD(0.5, 0.5)
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,

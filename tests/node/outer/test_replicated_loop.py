@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from node.outer.outer_loop import FIRST_ROUND_LIMIT_SECONDS, ROUNDS_LEARNED
-from protocols.base import AveragingResult, Contribution, LocalProgress, Outcome, RoundKey
+from protocols.base import AveragingResult, Contribution, LocalProgress, Member, Outcome, RoundKey
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind
 from protocols.history.chain import state_root
@@ -118,6 +118,25 @@ def test_undecided_work_accumulates_until_a_decision(outcome: Outcome) -> None:
     assert [float(seen.mine[0]) / STEP for seen in peer.seen] == [4, 8, 12, 4]
     assert [report.round for report in reports] == [0, 0, 0, 1]
     assert peer.offered_tokens[1] == 400, "the peer offers its leftover work at once"
+
+
+@pytest.mark.parametrize(
+    ("roster", "me", "root", "expected"),
+    [
+        ((ME, OTHER), ME, b"s" * 32, True),
+        ((ME, OTHER), replace(ME, incarnation=9), b"s" * 32, True),  # its successor may fork
+        ((OTHER,), ME, b"s" * 32, False),  # a joiner has no vote
+        ((ME, OTHER), ME, start_root(0), False),
+        ((ME, OTHER), ME, bytes(32), False),  # no record says which state it is
+    ],
+)
+def test_peer_with_a_vote_may_not_decide_from_another_state_than_the_heads(
+    roster: tuple[Member, ...], me: Member, root: bytes, expected: bool
+) -> None:
+    peer = Peer(roster=roster, root=root)
+    peer.outer_loop.me = me
+    play(peer.outer_loop.settle())
+    assert peer.outer_loop.may_not_decide is expected
 
 
 # -- skipped, forked --------------------------------------------------------------------------------------------------

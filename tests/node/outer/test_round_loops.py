@@ -24,11 +24,11 @@ TRIED = replace(
 class Scripted:
     """An outer loop whose rounds and attempts to catch up return the reports of a script."""
 
-    def __init__(self, *script: tuple[str, RoundReport]) -> None:
-        self.script = list(script)
+    def __init__(self) -> None:
+        self.script: list[tuple[str, RoundReport]] = []
         self.me = ME
-        self.chain = SimpleNamespace(head=SimpleNamespace(roster=()))
-        self.may_be_away = False
+        self.chain = SimpleNamespace(head=SimpleNamespace(roster=()), lacks_state=False)
+        self.may_be_away = self.may_not_decide = False
 
     async def keep(self) -> None:
         """Nothing: it has no state."""
@@ -47,8 +47,9 @@ class Scripted:
         return report
 
 
-def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
-    outer_loop: Any = Scripted(*script)
+def play(*script: tuple[str, RoundReport], outer_loop: Any = None) -> list[RoundReport]:
+    outer_loop = outer_loop or Scripted()
+    outer_loop.script = list(script)
     sync: Any = SimpleNamespace(stranded=False)
 
     async def main() -> list[RoundReport]:
@@ -69,6 +70,13 @@ def test_failed_catch_up_is_merged_into_next_report() -> None:
         costs = {name: getattr(report, name) for name in ("blamed", "bytes_sent", "bytes_received", "bytes_downloaded")}
         assert report == replace(alone, **costs), "and nothing else of it"
     assert third == REPORT, "the cost is reported once"
+
+
+def test_voter_without_the_state_of_the_head_enters_no_round() -> None:
+    """Its own state would become that of the head, and no other peer could follow."""
+    caught_up, outer_loop = replace(TRIED, outcome="superseded"), Scripted()
+    outer_loop.may_not_decide = True
+    assert play(*[("catch up", TRIED)] * 3, ("catch up", caught_up), outer_loop=outer_loop) == [caught_up]
 
 
 def test_successful_catch_up_has_its_own_report() -> None:

@@ -27,6 +27,7 @@ class Swarm:
         self.failure: Exception | None = None
         self.peers = [PlacedPeer("m", 1), *(PlacedPeer(f"p{number}", 0) for number in range(outside))]
         self.kept: dict[int, int] = {}
+        self.target: int | None = None
         self.fetched: list[int] = []
         self.said: list[str] = []
         self.holds = 0
@@ -41,6 +42,7 @@ class Swarm:
             find=self.find,
             fetch=self.fetch,
             drop=self.drop,
+            is_target=lambda stage: stage == self.target,
             announce=self.announce,
             say=self.said.append,
         )
@@ -49,6 +51,7 @@ class Swarm:
         return Placements(bytes(32), self.round, (1.0, 1.0), self.peers)
 
     async def find(self, stage: int) -> int | None:
+        assert stage != self.target, "it would delete what was prepared for another seat"
         return self.kept.get(stage)
 
     async def fetch(self, stage: int, after: int) -> int:
@@ -114,6 +117,22 @@ async def test_third_peer_takes_over_and_drops_it_when_two_others_have_it() -> N
     assert swarm.fetched and swarm.kept == {1: 3}
     await swarm.play((5.0, lambda: both(0b10)))
     assert not swarm.kept and swarm.holds == 0
+
+
+@on_virtual_time
+async def test_stage_that_the_peer_moves_to_is_left_alone_whichever_seat_counts() -> None:
+    """Drivers that have not heard of a stage's new seat make the old one count again for a while."""
+    swarm = Swarm(2)
+    swarm.kept[1] = 2
+    await swarm.play((5.0, None))
+
+    def move(seat: str, target: int | None) -> None:
+        swarm.seat, swarm.target, swarm.round, swarm.newest = seat, target, 9, 9
+
+    await swarm.play((5.0, partial(move, "second", 1)), (5.0, partial(move, "first", 1)))
+    assert swarm.kept == {1: 2} and not swarm.fetched
+    await swarm.play((5.0, partial(move, "first", None)))
+    assert swarm.fetched == [9]
 
 
 @on_virtual_time
