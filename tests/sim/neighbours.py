@@ -35,6 +35,14 @@ class Neighbours:
             self._watch(peer)
         return new
 
+    def tie(self, peer: PeerId, others: Iterable[PeerId]) -> list[PeerId]:
+        """Note peers that this one has to see besides (`Butterfly.ties`); returns those that it did not see before."""
+        new = [other for other in others if self._of is not None and other not in self._of[peer]]
+        for other in new:
+            assert self._of is not None
+            self._of[peer][other] = self._of[other][peer] = None
+        return new
+
     def _watch(self, peer: PeerId) -> None:
         assert self._of is not None
         for other in sorted(choose(roster_role(peer, self._voters), self._known, Lot(peer.encode())) or ()):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from protocols.base import AveragingResult, LocalProgress, Member, PeerId, Settings
+from protocols.base import AveragingResult, Host, LocalProgress, Member, PeerId, Settings, Vector
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
 from protocols.consensus.messages import Certificate
@@ -20,6 +20,7 @@ from protocols.history.chain import Chain
 from tests.sim.averaging import RUN
 from tests.sim.host import sim_host
 from tests.sim.swarm import SimSwarm
+from tests.sim.transport import SimTransport
 
 ROOT = b"r" * 32
 ELEMENTS = 64
@@ -29,11 +30,14 @@ ROUND_SECONDS, PAUSE_SECONDS = 60.0, 0.5
 class CallingClusters(SimSwarm):
     """`voters` peers in the roster, "v0", "v1", …, and `associates` peers outside it, "a0", "a1", …"""
 
-    def __init__(self, voters: int, associates: int, clusters: bool = True) -> None:
+    def __init__(
+        self, voters: int, associates: int, clusters: bool = True, elements: int = ELEMENTS, chunk: int = 16
+    ) -> None:
         super().__init__(latency_seconds=0.02, bytes_per_second=1e6)
-        self.settings = Settings("fp32", (ELEMENTS,), 16, clusters=clusters, voters=voters, max_weight=1e9)
+        self.settings = Settings("fp32", (elements,), chunk, clusters=clusters, voters=voters, max_weight=1e9)
         self.voters = [f"v{index}" for index in range(voters)]
         self.associates = [f"a{index}" for index in range(associates)]
+        self.places = {name: place for place, name in enumerate(self.names)}
         self.roster = tuple(map(Member, self.voters))
         self.averagers, self.rounds = dict[PeerId, Butterfly](), dict[PeerId, Round]()
         self.chains = dict[PeerId, Chain]()
@@ -54,21 +58,43 @@ class CallingClusters(SimSwarm):
         """Start a peer, or start it again after its death: then it has its chain still."""
         again = name in self.network.nodes
         transport = self.network.restart(name) if again else self.network.join(name)
-        host = sim_host(self.network, transport, self.seed, self.entries)
+        host = self.host_on(transport)
         settings = replace(self.settings, incarnation=self.network.nodes[name].incarnation)
-        chain = self.chains.setdefault(name, Chain(RUN, "run", self.roster, ROOT))
+        chain = self.chains[name] = self.chains.get(name) or self.first_chain()
         with self.network.nodes[name].process.entered():
             self.averagers[name] = Butterfly(host, settings, lineage_of=chain.lineage_of)
         self.spawn(name, self._rounds(name, chain))
 
+    def first_chain(self) -> Chain:
+        return Chain(RUN, "run", self.roster, ROOT)
+
+    def host_on(self, transport: SimTransport) -> Host:
+        return sim_host(self.network, transport, self.seed, self.entries)
+
+    def vector(self, name: PeerId, round: int) -> Vector:
+        """What a peer has trained in a round."""
+        return torch.full(self.settings.elements, float(self.places[name] + 1))
+
+    def declared_norm(self, vector: Vector) -> float:
+        return 8.0
+
+    def root(self, chain: Chain) -> bytes:
+        """Of the state after a chain's head."""
+        return ROOT
+
+    def extended(self, name: PeerId, chain: Chain, record: Record, mean: Vector) -> None:
+        """Called after a round that was decided."""
+
     async def _rounds(self, name: PeerId, chain: Chain) -> None:
         while True:
-            chain.settle(ROOT)
+            chain.settle(self.root(chain))
             self._catch_up(name, chain)
-            result = await self._round(name, chain)
+            mean = torch.empty(self.settings.elements)
+            result = await self._round(name, chain, mean)
             certificate, record = result.certificate, result.record
             if isinstance(certificate, Certificate) and isinstance(record, Record):
                 chain.extend(certificate, record)
+                self.extended(name, chain, record, mean)
             else:
                 await asyncio.sleep(PAUSE_SECONDS)
 
@@ -78,15 +104,17 @@ class CallingClusters(SimSwarm):
         if len(best) > len(chain) + 1:
             for link in best.since(chain.head.key.lineage):
                 chain.extend(link.certificate, link.record)
-            chain.settle(ROOT)
+            chain.settle(self.root(chain))
 
-    async def _round(self, name: PeerId, chain: Chain) -> AveragingResult:
+    async def _round(self, name: PeerId, chain: Chain, into: Vector) -> AveragingResult:
         head = chain.head
-        vector, into = torch.full((ELEMENTS,), float(self.names.index(name) + 1)), torch.empty(ELEMENTS)
+        vector = self.vector(name, head.key.round)
         async with self.averagers[name].enter(head, self.now + ROUND_SECONDS) as session:
             self.rounds[name] = session
             rests = name in self.resting
-            work = LocalProgress(0, 0.0, 1.0, 8.0, 0.1, state_root=ROOT, resting=rests)
+            work = LocalProgress(
+                0, 0.0, 1.0, self.declared_norm(vector), 0.1, state_root=head.state_root, resting=rests
+            )
             session.offer(work)
             if not rests:
                 seconds = self.train_seconds.get(name, 1.0)

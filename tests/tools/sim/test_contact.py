@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from node.membership.watching import MAX_WATCHED
 from protocols.base import Host, Member, PeerId
 from tests.sim import loop as simloop
 from tests.sim.contact import HEARTBEAT_SECONDS, LIVENESS_SECONDS
 from tests.sim.host import EPOCH, DirectoryFaults, Entries, sim_host
+from tests.sim.neighbours import Neighbours
 from tests.sim.network import SimNetwork
 from tests.sim.trace import Trace
 
@@ -159,3 +161,12 @@ def test_directory_forgets_and_lies_by_its_seed() -> None:
     lying = [found(DirectoryFaults(random.Random(seed), lie_share=1.0)) for seed in range(40)]
     invented = {peer.rstrip("0123456789") for each in lying for peer, value in each if (peer, value) not in found()}
     assert invented == {"ghost", "p"} and all(len(each) == 3 for each in lying)
+
+
+def test_ties_make_neighbours_of_both_peers() -> None:
+    peers = [f"p{number:03}" for number in range(MAX_WATCHED + 24)]
+    large, small = Neighbours(peers, peers[:32]), Neighbours(peers[:5], peers[:3])
+    far = next(peer for peer in peers if peer not in large.of(peers[-1]))
+    assert far != peers[-1] and large.tie(peers[-1], [far, peers[0]])[:1] == [far]
+    assert far in large.of(peers[-1]) and peers[-1] in large.of(far) and not large.tie(far, [peers[-1]])
+    assert not small.tie(peers[0], peers[1:3]), "all see each other"

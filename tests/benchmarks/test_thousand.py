@@ -1,0 +1,27 @@
+"""The simulation of a thousand peers, with twelve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import thousand, thousand_swarms
+
+
+def test_mean_of_clusters_is_that_of_all_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Element by element, within what sums in float32 lose; and those that a fault spares hold one state."""
+    for name, value in (("VOTERS", 4), ("ELEMENTS", 4096)):
+        monkeypatch.setattr(thousand, name, value)
+        monkeypatch.setattr(thousand_swarms, name, value)
+    file = tmp_path / "found.json"
+    thousand.main(["--peers", "12", "--protocols", "clusters", "--rounds", "1", "--json", str(file)])
+    (found,) = json.loads(file.read_text())
+    assert found["root"] and found["counted"] == 12 and found["error"] <= 1e-6
+    capsys.readouterr()
+    thousand.main(["faults", "--peers", "12", "--rounds", "1"])
+    hit = json.loads(capsys.readouterr().out)
+    assert hit["died"] == 1 and hit["roots"] == 1 and hit["lost"] <= 2 / 12
