@@ -487,9 +487,10 @@ class Round:
         staying = staying or here[: min_retained(size, quorum)]
         taken = {member.peer for member in staying}
         live = set(self.host.members.live())
-        asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]
+        asking = {peer: each for peer, each in self._candidates.items() if each in live and peer not in taken}
+        drawn = records.drawn(self.head.key.lineage, asking)  # so no id can be made up to come first
         limit = min(max_admitted(size), self._voters - len(staying))
-        return tuple(sorted((*staying, *sorted(asking)[:limit])))
+        return tuple(sorted((*staying, *(asking[peer] for peer in drawn[:limit]))))
 
     def roster_changes(self) -> bool:
         """Whether a record would change the roster. While all rest, members with work do not leave before it counts."""

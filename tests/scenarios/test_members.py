@@ -14,6 +14,7 @@ from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Member, PeerError, PeerId, StaticMembers
 from protocols.butterfly.averager import CONTROL
 from protocols.butterfly.coordinator import RoundCoordinator
+from protocols.consensus import record as records
 from protocols.consensus.messages import Accept
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import DecidedRound
@@ -98,6 +99,10 @@ async def test_newcomers_are_admitted_a_few_at_a_time(swarm: ScenarioRunner, fou
     steps = [(before, after - before) for before, after in itertools.pairwise(sizes) if after != before]
     assert all(0 < came <= max(1, before // 2, 4 - before) for before, came in steps), f"rosters of {sizes}"
     assert len(steps) >= 2, f"rosters of {sizes}"
+    first = next(link.record for link in links if len(link.record.roster) > founders)
+    came = {member.peer for member in first.roster} - {*swarm.peers[:founders]}
+    drawn = records.drawn(first.parent, swarm.peers[founders:])
+    assert came == {*drawn[: len(came)]}, "an id that was made up to be the lowest does not come first"
     assert sizes[-1] == founders + newcomers, f"rosters of {sizes} in {seconds:.1f} s"
     assert set(links[-1].record.peers) == set(swarm.peers)
 
