@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -103,11 +103,6 @@ class AllReduce:
     def withheld(self) -> set[PeerId]:
         """Peers that contributed nothing in time to the parts reduced here, or gave no answer as reducers."""
         return {peer for peer, why in self._lost.items() if why.startswith(("silent", "late"))}
-
-    @property
-    def guests(self) -> Collection[PeerId]:
-        """Peers outside the plan, whose work others send here."""
-        return ()
 
     def _on_chunk(self) -> None:
         self.moved = loop_time()
@@ -224,6 +219,9 @@ class AllReduce:
     def adopt(self, part: int, held: ReducedPart) -> None:
         self.restarted.add(part)
         self.take(part, held)
+
+    def pass_on(self, part: int, held: ReducedPart) -> None:
+        """Take note of a part that was fetched by its digest. Others wait for it here only in a clustered round."""
 
     def take(self, part: int, held: ReducedPart) -> None:
         self.parts[part] = held

@@ -9,7 +9,7 @@ asks the reducer itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -52,13 +52,9 @@ class ClusteredAllReduce(AllReduce):
         self._relays: dict[int, Relay] = {}  # an aggregator's, too
         self._known: dict[int, ResolvedPlan] = {task.cluster: task.resolved}  # clusters whose offers are checked
         self._left: set[int] = set()  # parts that no member of the cluster could send
+        self._mute: dict[PeerId, str] = {}  # leads of clusters from which nothing came: maybe they got no plan
         self._checking = asyncio.Lock()
         self._group: asyncio.TaskGroup | None = None
-
-    @property
-    def guests(self) -> Collection[PeerId]:
-        """The members of the clusters whose partials come here."""
-        return {peer for members in self._known.values() for peer in members.peers}
 
     async def run(self) -> None:
         """Contribute, aggregate and reduce until the deadline, including parts that get another reducer meanwhile."""
@@ -70,6 +66,8 @@ class ClusteredAllReduce(AllReduce):
                     self.take(part, self._empty(part))
                 elif self.task.resolved.reducer(part) == self._me:
                     self._aggregators[part] = aggregator = Aggregator(self.task, part)
+                    for peer, why in self._lost.items():
+                        aggregator.lose(peer, why)
                     group.create_task(self._aggregate(aggregator))
                     self._begin_relay(part, aggregator.relay)
                 else:
@@ -105,6 +103,16 @@ class ClusteredAllReduce(AllReduce):
         super().take(part, held)
         self._notifier.notify()
 
+    def pass_on(self, part: int, held: ReducedPart) -> None:
+        """Give members of the cluster that wait for a part at this peer what it has fetched."""
+        if part in self.parts or held.done is None:
+            return
+        with suppress(BadPayload):  # the statement of its reducer is not verified yet
+            self.task.check_part(part, held, held.done)
+            self.adopt(part, held)
+            if relay := self._relays.get(part):
+                relay.follow(held, relay.notifier)
+
     def discard(self) -> None:
         super().discard()
         self._partials.clear()
@@ -129,18 +137,25 @@ class ClusteredAllReduce(AllReduce):
         self._partials[part] = reducer = PartialReducer(self.task, part, self.parts.get(part))
         for cluster, members in self._known.items():
             self._introduce(reducer, cluster, members)
+        for lead, why in self._mute.items():
+            reducer.lose(lead, why)
         self._jobs[part] = (self._me, group.create_task(self._average(reducer)))
 
-    def _introduce(self, reducer: PartialReducer, cluster: int, members: ResolvedPlan) -> None:
+    def _introduce(
+        self, reducer: PartialReducer, cluster: int, members: ResolvedPlan, by: PeerId | None = None
+    ) -> None:
         reducer.know(cluster, members)
         for peer, why in self._lost.items():
-            reducer.lose_aggregator(peer, why)
+            if peer != by:
+                reducer.lose_aggregator(peer, why)
 
     async def _average(self, reducer: PartialReducer) -> None:
         held = await reducer.run()
         for lead, why in {**reducer.dropped, **reducer.outliers}.items():
             if sender := reducer.sender(lead):
                 self._accounting.name(sender, why)
+            elif why.startswith("silent"):
+                self._mute[lead] = why
         self.take(reducer.index, held)
 
     # -- as an aggregator or a relay ----------------------------------------------------------------------------------
@@ -315,7 +330,7 @@ class ClusteredAllReduce(AllReduce):
         if opening.cluster >= len(self.clusters.peers) or opening.part >= len(self.clusters.plan.reducers):
             raise BadPayload("no cluster or no part of the plan")
         self._check_codec(opening.codec)
-        members = await self._checked(opening.cluster, opening.offers)
+        members = await self._checked(opening.cluster, opening.offers, peer)
         if peer not in members.peers:
             raise BadPayload("not a member of the cluster")
         deadline = min(stream.deadline, self.task.deadline)
@@ -323,8 +338,11 @@ class ClusteredAllReduce(AllReduce):
             raise PeerSilent(peer, f"part {opening.part} is not reduced here")
         await self._partials[opening.part].serve_cluster(opening.cluster, stream, opening.relays)
 
-    async def _checked(self, cluster: int, offers: Sequence[Offer]) -> ResolvedPlan:
-        """What follows from the offers of a cluster, which are checked once. Raises BadPayload."""
+    async def _checked(self, cluster: int, offers: Sequence[Offer], by: PeerId) -> ResolvedPlan:
+        """What follows from the offers of a cluster, which are checked once. Raises BadPayload.
+
+        `by` sent them: it is there, although it may have left this peer's view before.
+        """
         async with self._checking:
             if cluster not in self._known:
                 clusters, signer = self.clusters, self.task.host.signer
@@ -333,6 +351,7 @@ class ClusteredAllReduce(AllReduce):
                 await self.task.host.compute.run(check, 0)
                 members = clustered_plan.resolve_cluster(clusters, cluster, offers)
                 self._known[cluster] = members
+                self._mute.pop(clusters.peers[cluster], None)
                 for reducer in self._partials.values():
-                    self._introduce(reducer, cluster, members)
+                    self._introduce(reducer, cluster, members, by)
         return self._known[cluster]

@@ -64,7 +64,9 @@ class ClusteredStart(RoundStart):
         return self._attachment.search.lead is not None and self._attachment.is_full(self._roster)
 
     def to_tell(self) -> Collection[PeerId]:
-        """Its associates, and of those that it stands by for those whose leads are lost."""
+        """A voter's associates, and of those that it stands by for those whose leads are lost."""
+        if not self._votes:
+            return ()
         attachment, roster = self._attachment, {member.peer for member in self._roster}
         mine = (member.peer for member in attachment.book.associates())
         return {*mine, *self.cluster.peers, *attachment.followers(of_lost_leads=True)} - roster
@@ -271,7 +273,9 @@ class ClusteredStart(RoundStart):
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan | ClusteredPlan:
         if not self._of_clusters:
             return super().draw(ballot, without)
-        here = [peer for peer in self._clusters if peer not in without and self._agrees(self._offers[peer])]
+        present = {member.peer for member in self._present()}  # a lead that is gone tells its cluster no plan
+        here = [peer for peer in self._clusters if peer in present and peer not in without]
+        here = [peer for peer in here if self._agrees(self._offers[peer])]
         offered = [self._clusters[peer] for peer in here]
         return clustered.make_clustered_plan(self._inputs, offered, self._elapsed(), ballot)
 

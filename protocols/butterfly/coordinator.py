@@ -69,6 +69,7 @@ class RoundCoordinator:
                 or self._vote.leading is None
                 or attempt.exchange is not exchange
                 or _progress(exchange) != known
+                or bool(self._lost(resolved, exchange, loop_time()))
                 or self._is_hopeless(resolved)
                 or self._until(resolved) <= loop_time()
             ),

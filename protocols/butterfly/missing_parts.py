@@ -77,6 +77,8 @@ class MissingParts:
             held = await self.fetch(holders, part, self._format.part_of(record, index))
             if held:
                 self._blame_double_signer(record, index, held)
+                if exchange := self._exchange_of(record.plan):
+                    exchange.pass_on(index, held)
         if held:
             self._vote.keep(held)
         return held

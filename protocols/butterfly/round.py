@@ -209,7 +209,7 @@ class Round:
         make = ClusteredAllReduce if clusters else AllReduce
         self.exchange = exchange = make(task, self.accounting, self._on_exchange)
         live = self.live_peers()
-        for peer in dict.fromkeys((*resolved.peers, *own.peers)):
+        for peer in dict.fromkeys((*resolved.peers, *own.peers, *sorted(self._seen))):
             if peer not in live and peer != self.me.peer and self._sees(peer):
                 exchange.lose(peer, "gone")
         if not self._overlaps:  # else training does not wait for the data, and others would wait for a long time
@@ -325,9 +325,9 @@ class Round:
         roster = {member.peer for member in self.head.roster}
         version, seen = members.version, roster
         while loop_time() < self.deadline:
-            live, guests = self.live_peers(), self.exchange.guests if self.exchange else ()
+            live = self.live_peers()
             self._seen |= live
-            for peer in sorted((seen - live) & {*roster, *guests}):
+            for peer in sorted(seen - live):
                 self.gone(peer)
             seen = live
             version = await members.changed(version, self.deadline)

@@ -174,6 +174,34 @@ async def test_one_member_fetches_for_all_after_an_aggregator_is_lost(swarm: Clu
     assert {*relaying} - {aggregator, "v0"} <= {clustered.relays(swarm.inner[0], "v0", 1)[1]}
 
 
+@pytest.mark.parametrize("is_genuine", [True, False])
+def test_part_fetched_by_digest_is_passed_on(is_genuine: bool) -> None:
+    """To mates that wait for it at this peer, which its reducer tells nothing; not with a forged statement."""
+    swarm = ClusteredSwarm(3, 3, 3)
+
+    async def withhold(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, Reduced) and stream.peer == "v1.1":
+            await asyncio.sleep(60.0)
+        await stream.send(header, payload)
+
+    async def play() -> None:
+        swarm.begin()
+        assert swarm.inner[1].reducer(0) == "v1.1"
+        await asyncio.sleep(1.0)
+        exchange, mate = swarm.peers["v1.1"].exchange, swarm.peers["v1.2"].exchange
+        fetched = swarm.peers["v2"].exchange.parts[0]
+        assert 0 not in exchange.parts and 0 not in mate.parts and fetched.done
+        if not is_genuine:
+            fetched.done = replace(fetched.done, signature=b"forged")
+        exchange.pass_on(0, fetched)
+        await asyncio.sleep(0.1)
+        held = [each.parts[0].result for each in (exchange, mate) if 0 in each.parts]
+        assert held == ([fetched.result] * 2 if is_genuine else [])
+
+    swarm.disguises["v0"] = sending(withhold)
+    swarm.play(play)
+
+
 @simulated(ClusteredSwarm, 6, 5, 5, 5, 5)
 async def test_slow_member_counts_as_far_as_its_chunks_came(swarm: ClusteredSwarm) -> None:
     """Its cluster waits for it once and a half as long as for most, and the other clusters lose nothing."""

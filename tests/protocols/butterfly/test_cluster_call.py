@@ -34,6 +34,7 @@ async def test_all_work_counts_once_associates_have_leads(peers: CallingClusters
     assert peers.counted(0) == set(peers.voters), "their orders are drawn in the next round"
     for round in (3, 4):
         assert peers.counted(round) == set(peers.names), round
+    assert not any(peers.rounds[name].call.to_tell() for name in peers.associates), "the voters tell each of them"
 
 
 @pytest.mark.parametrize("associates", [0, 2], ids=["nobody else", "followers without places"])
@@ -88,6 +89,20 @@ async def test_slow_associate_delays_round_as_slow_member_does(peers: CallingClu
     await peers.until(4)
     assert peers.now - began < 2 * 1.5 * CALM_SECONDS
     assert {"a0", *peers.voters} <= peers.counted(4)
+
+
+@simulated(CallingClusters, 3, 6)
+async def test_lead_that_died_before_the_plan_delays_nobody(peers: CallingClusters) -> None:
+    """Its cluster, which would be told no plan, is not in it."""
+    await peers.until(2)
+    peers.train_seconds = dict.fromkeys(("v0", "v2"), 3.0)
+    await peers.until(3)
+    began = peers.now
+    await asyncio.sleep(2.0)
+    peers.network.kill("v1")
+    await peers.until(4)
+    assert peers.now - began < 3.0 + CALM_SECONDS
+    assert {"v0", "v2"} < peers.counted(4)
 
 
 @simulated(CallingClusters, 3, 6)
