@@ -198,6 +198,7 @@ class LeadSearch:
         self._willing: dict[Member, int] = {}  # voters that gave a place in this search, and their fills
         self._refused: set[PeerId] = set()
         self._given_up: list[PeerId] = []  # voters whose places this peer needs no more
+        self._seen: frozenset[Member] = frozenset()
         self._pause_seconds, self._not_before = RETRY_SECONDS, 0.0
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -259,11 +260,18 @@ class LeadSearch:
             self._drop(self.lead)
 
     def see(self, live: Collection[Member]) -> bool:
-        """Look for another lead or standby if one is not live any more. Returns whether anything changed."""
+        """Look for another lead or standby if one is not live any more, and without a pause if a voter has come.
+
+        Returns whether anything changed.
+        """
         gone = [held for held in (self.lead, self.standby) if held and held not in live]
         for held in gone:
             self._drop(held)
-        return bool(gone)
+        came = {member.peer for member in live if member not in self._seen and member.peer in self._order}
+        self._seen = frozenset(live)
+        if came and self._lacks():
+            self._pause_seconds, self._not_before = RETRY_SECONDS, 0.0
+        return bool(gone or came)
 
     # -- what to do ---------------------------------------------------------------------------------------------------
 

@@ -212,6 +212,21 @@ def test_request_that_a_round_broke_off_is_made_again() -> None:
     assert search.lead
 
 
+def test_voter_that_comes_ends_the_pause() -> None:
+    """A peer that was cut off would else have no lead for half a minute more, which may be many rounds."""
+    search, now = attached(), 0.0
+    search.see(())
+    while (wakes_at := search.wakes_at()) - now < 8.0:
+        now = max(now, wakes_at)
+        for each in search.due(now):
+            if each.lead:
+                search.failed(each)
+    back = Member(order(1)[-1], 1)
+    assert not search.see({Member("p")}) and search.wakes_at() > now
+    assert search.see({back}) and search.wakes_at() <= now and search.due(now)
+    assert not search.see({back})
+
+
 @pytest.mark.parametrize("how", ["death", "restart", "evicted", "says so"])
 def test_lost_lead_is_replaced_at_once(how: str) -> None:
     search = attached()
