@@ -340,6 +340,7 @@ class LeadSearch:
         self._given_up.append(held.peer)
         if held == self.lead:
             self.lead, self._seeks = None, True
+            self._pause_seconds, self._not_before = RETRY_SECONDS, 0.0  # of a search for a standby
         if held == self.standby:
             self.standby = None
 

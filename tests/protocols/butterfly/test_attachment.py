@@ -212,6 +212,20 @@ def test_request_that_a_round_broke_off_is_made_again() -> None:
     assert search.lead
 
 
+def test_vain_search_for_a_standby_delays_none_for_a_lead() -> None:
+    search, now = attached(), 0.0
+    lead, standby = search.lead, search.standby
+    assert lead and standby
+    search.see({*VOTERS} - {standby})
+    while (wakes_at := search.wakes_at()) - now < 8.0:
+        now = max(now, wakes_at)
+        for each in search.due(now):
+            if each.lead:
+                answer(search, each, accepted=False)
+    search.refused_by(lead.peer)
+    assert [each.voter == each.lead for each in search.due(now) if each.lead]
+
+
 def test_voter_that_comes_ends_the_pause() -> None:
     """A peer that was cut off would else have no lead for half a minute more, which may be many rounds."""
     search, now = attached(), 0.0
