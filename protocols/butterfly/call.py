@@ -213,7 +213,9 @@ class RoundStart:
         sent = self._announced
         completed = (offer.complete, offer.leaving) > ((sent.complete, sent.leaving) if sent else (False, False))
         completed |= bool(sent and self._stated and offer.tokens > sent.tokens)  # it grows no further
-        if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
+        # a cluster offers less when an associate leaves it, or when a boast is clamped
+        near = sent and sent.tokens / GROWTH < max(1, offer.tokens) < GROWTH * max(1, sent.tokens)
+        if near and not completed:
             return
         self._announced, self._message, self._informed = offer, self._announcement(offer), {self._me.peer}
         to_all = sent is None or (completed and offer.leaving)

@@ -252,7 +252,10 @@ class ClusteredStart(RoundStart):
             self._post.send(peer, ClusterReady(self._key, mine))
 
     def _on_cluster_ready(self, peer: PeerId, message: ClusterReady) -> None:
-        """Take the offer of a voter's cluster. Raises BadPayload if it is forged, or not led by the sender."""
+        """Take the offer of a voter's cluster instead of its last one, which may be larger: associates come and go.
+
+        Raises BadPayload if it is forged, or not led by the sender.
+        """
         cluster = message.offer
         if cluster.lead not in self._roster or cluster.lead.peer != peer:
             raise BadPayload(f"a cluster of {cluster.lead.peer}, which is not the sender or not in the roster")
@@ -265,10 +268,8 @@ class ClusteredStart(RoundStart):
                 return
             self._begin_clusters()
             self._consider()
-        stand_in, known = _stand_in(cluster), self._offers.get(peer)
-        if known is None or recency(stand_in) >= recency(known):
-            self._clusters[peer] = cluster
-            self._take(stand_in)
+        self._clusters[peer] = cluster
+        self._take(_stand_in(cluster))
 
     def draw(self, ballot: int, without: Collection[PeerId]) -> Plan | ClusteredPlan:
         if not self._of_clusters:

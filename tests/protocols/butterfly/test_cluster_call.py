@@ -214,6 +214,25 @@ async def test_offer_of_another_state_is_left_out(peers: Hostile) -> None:
     assert peers.counted(3) == set(peers.names) - {"a0"}
 
 
+def clamping() -> Hostile:
+    peers = Hostile(3, 3)
+    peers.settings = replace(peers.settings, max_weight=3.0)
+    return peers
+
+
+@simulated(clamping)
+async def test_boast_does_not_keep_later_offers_of_its_cluster_back(peers: Hostile) -> None:
+    """As the only claim so far it is not clamped. Later the cluster offers less, which is news as well."""
+    lead = await peers.settled()
+    call = peers.call(lead)
+    call.on_cluster_offer("a0", peers.offer("a0", lead, tokens=10**9, complete=False))
+    assert call._clusters[lead].tokens == 10**9
+    await asyncio.sleep(0.5)
+    assert 0 < call._clusters[lead].tokens < 1000
+    coordinator = peers.call(next(voter for voter in call._order[:2] if voter != lead))
+    assert coordinator._clusters[lead] == call._clusters[lead]
+
+
 @simulated(Hostile, 3, 3)
 async def test_cluster_of_another_or_forged_is_refused(peers: Hostile) -> None:
     await peers.until(2)
