@@ -33,6 +33,7 @@ class Attempt:
     entered: dict[PeerId, float] = field(default_factory=dict)
     missed: Counter[PeerId] = field(default_factory=Counter)
     contributors: set[PeerId] = field(default_factory=set)
+    clusters: set[frozenset[PeerId]] = field(default_factory=set)  # in a round without clusters that of all
 
 
 class Account:
@@ -56,6 +57,7 @@ class Account:
         if report["outcome"] in ("committed", "alone"):
             attempt.committed = True
             attempt.committed_by.setdefault(peer, now)
+            attempt.clusters.add(frozenset(report["contributions"]))
             attempt.contributors |= {name for name, held in report["contributions"].items() if held[1]}
         elif report["outcome"] == "undecided" and self._could(attempt, attempt.entered.get(peer, now), now, peer):
             attempt.missed[peer] += 1
@@ -93,7 +95,10 @@ class Account:
                 return count
         return None
 
-    def absent(self, peers: Collection[PeerId]) -> dict[int, set[PeerId]]:
-        """Committed round -> those of these peers without work in its mean."""
-        committed = (each for each in self.attempts.values() if each.committed)
-        return {each.round: set(peers) - each.contributors for each in committed}
+    def absent(self, peers: Collection[PeerId], liars: Collection[PeerId] = ()) -> dict[int, set[PeerId]]:
+        """Committed round -> those of these peers without work in its mean, unless a liar is in their cluster."""
+        found = {}
+        for attempt in (each for each in self.attempts.values() if each.committed):
+            spoilt = set().union(*(each for each in attempt.clusters if not each.isdisjoint(liars)))
+            found[attempt.round] = set(peers) - attempt.contributors - spoilt
+        return found

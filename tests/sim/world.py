@@ -390,16 +390,13 @@ class World(SimSwarm):
 
     def _uncounted(self, honest: dict[PeerId, list[checkers.Report]]) -> Iterator[checkers.Violation]:
         """Honest peers without work in a mean after the first ones, unless too slow for a step in each round. A liar
-        can waste the work of its cluster in single rounds.
+        that aggregates can waste the work of its cluster.
         """
         steps = dict(zip(self.peers, self.scenario.step_seconds or (), strict=True))
         able = [peer for peer in honest if 2.0 * steps[peer] < self.scenario.inner_steps * min(steps.values())]
-        absent = {number: each for number, each in self.account.absent(able).items() if number >= CONTRIBUTE_ROUNDS}
-        if self.liars and absent:
-            absent = {max(absent): set[PeerId].intersection(*absent.values())}
-        for number, peers in absent.items():
-            if peers:
-                yield checkers.Violation("contributes", "", number, f"its mean is without {', '.join(sorted(peers))}")
+        for number, absent in self.account.absent(able, self.liars).items():
+            if number >= CONTRIBUTE_ROUNDS and absent:
+                yield checkers.Violation("contributes", "", number, f"its mean is without {', '.join(sorted(absent))}")
 
     def _accused(self, honest: dict[PeerId, list[checkers.Report]]) -> Iterator[checkers.Violation]:
         """With clusters, honest peers that honest peers have refused anything or, without faults, name for more than a
