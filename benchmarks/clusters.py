@@ -1,20 +1,24 @@
 """Rounds of real peers of which some vote, and the others contribute through these (`clusters = true`).
 
-    python -m benchmarks.clusters [--peers 24] [--voters 8] [--rounds 20] [--kills 0] [--seed 0] [--json FILE]
+    python -m benchmarks.clusters [--peers 24] [--voters 8] [--rounds 20] [--kills 0] [--victims …] [--seed 0]
+        [--json FILE]
 
 Each peer is a `join` process on the loopback with its p2pd and its worker; inner steps are paced. First the voters
 alone, as a run without clusters; then all peers. A row: rounds once all are in one mean, those that were a mean of all,
 those that some peer lost, a round's median seconds and of these averaging, and what a peer sends in a round.
 
-`--kills`: so many times, an associate or a voter beside the founder is killed (SIGKILL) in an averaging, and starts
-again once the others have decided; seconds from the kill until the last of them has, and from the start until its work
-counts again.
+`--kills`: so many times each of `--victims` is killed (SIGKILL) in an averaging, and starts again once the others have
+ended that round: an aggregator (an associate), a lead, the round's coordinator; `stopped` is an aggregator that is
+stopped (SIGSTOP) and continued instead. The founder is spared. Seconds from the kill until the last of the others has
+ended the round, and from the start until the victim's work counts again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -23,13 +27,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from protocols.base import Member
+from protocols.consensus.record import coordinators
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.checkers import DECIDED, Report
-from tests.support.real_swarm import RealPeer, RealSwarm, deciding_one_round, paced, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 PATIENT_SECONDS = 240.0
 AT_ONCE = 6  # peers that start together
 STEP_SECONDS, INNER_STEPS, ELEMENTS = 0.5, 20, 250_000
+VICTIMS = ("aggregator", "lead", "coordinator", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class Killed:
     role: str
     decided_seconds: float
     back_seconds: float
-    outcomes: tuple[str, ...]  # of the others, in rounds from the kill until then
+    outcomes: tuple[str, ...]  # of that round, at the others
 
 
 def run_of(voters: int) -> str:
@@ -103,29 +110,82 @@ def measured(peers: Sequence[RealPeer], voters: int, rounds: int) -> Figures:
     )
 
 
-def kill(peers: Sequence[RealPeer], draw: random.Random) -> Killed:
+def victim_of(role: str, peers: Sequence[RealPeer], lineage: str, draw: random.Random) -> RealPeer | None:
+    """A peer with this role in the round that extends `lineage`; None if only the founder has it."""
     founder = peers[0]
-    votes = [peer for peer in peers[1:] if founder.sees(peer).get("member")]
-    role = draw.choice(("voter", "associate"))
-    victim = draw.choice(votes if role == "voter" else [peer for peer in peers[1:] if peer not in votes])
-    wait("an averaging", lambda: victim.status().get("state") == "averaging", PATIENT_SECONDS, 0.02)
-    killed = victim.strike()
+    members = {line["peer"] for line in founder.status().get("peers", ()) if line["member"]} | {founder.id}
+    first = coordinators(bytes.fromhex(lineage), [Member(peer) for peer in members])[0]
+    if role == "coordinator":
+        able = [peer for peer in peers if peer.id == first]
+    elif role == "lead":
+        able = [peer for peer in peers if peer.id in members and peer.id != first]
+    else:
+        able = [peer for peer in peers if peer.id not in members]
+    able = [peer for peer in able if peer is not founder]
+    return draw.choice(able) if able else None
+
+
+def caught(role: str, peers: Sequence[RealPeer], draw: random.Random) -> tuple[RealPeer, int]:
+    """Wait until a peer of this role averages. Returns it, and the round."""
+    until = time.monotonic() + PATIENT_SECONDS
+    while time.monotonic() < until:
+        lineage = peers[0].status().get("lineage", "")
+        victim = victim_of(role, peers, lineage, draw) if lineage else None
+        status = victim.status() if victim else {}
+        while status.get("lineage") == lineage and status["state"] != "averaging":
+            time.sleep(0.02)
+            status = victim.status() if victim else {}
+        if victim and status.get("lineage") == lineage:
+            return victim, status["round"]
+        time.sleep(0.25)
+    raise AssertionError(f"no {role} was seen averaging within {PATIENT_SECONDS:g} s")
+
+
+def ending(peers: Sequence[RealPeer], number: int) -> list[Report]:
+    """How each peer ended that round, or a later one if it caught up; empty until all have."""
+    found = [next((each for each in peer.reports() if each["round"] >= number), None) for peer in peers]
+    return [each for each in found if each] if all(found) else []
+
+
+def kill(role: str, peers: Sequence[RealPeer], draw: random.Random) -> Killed:
+    victim, number = caught(role, peers, draw)
+    killed = victim.strike(number=signal.SIGSTOP if role == "stopped" else signal.SIGKILL)
     rest = [peer for peer in peers if peer is not victim]
-    ends = wait("the others decide", lambda: deciding_one_round(rest, killed), PATIENT_SECONDS)
-    until = max(end["time"] for end in ends)
-    victim.leaves_nothing()
+    ends = wait("the others decide", lambda: ending(rest, number), PATIENT_SECONDS)
     began = time.time()
-    victim.start("--bootstrap", founder.address)
+    if role == "stopped":
+        victim.strike(number=signal.SIGCONT)
+    else:
+        victim.leaves_nothing()
+        victim.start("--bootstrap", rest[0].address)
     wait("it counts again", lambda: all_in(peers, began), PATIENT_SECONDS, 0.25)
-    outcomes = sorted({each["outcome"] for peer in rest for each in peer.reports() if each["time"] > killed})
-    return Killed(role, until - killed, time.time() - began, tuple(outcomes))
+    outcomes = sorted({each["outcome"] for each in ends})
+    return Killed(role, max(each["time"] for each in ends) - killed, time.time() - began, tuple(outcomes))
 
 
-def play(count: int, voters: int, rounds: int, kills: int, seed: int) -> tuple[Figures, list[Killed]]:
+def play(count: int, voters: int, rounds: int, victims: Sequence[str], seed: int) -> tuple[Figures, list[Killed]]:
     with tempfile.TemporaryDirectory() as home, RealSwarm(Path(home), run_of(voters)) as swarm:
         peers, draw = gather(swarm, count), random.Random(seed)
         found = measured(peers, voters, rounds)
-        return found, [kill(peers, draw) for _ in range(kills)]
+        return found, [kill(role, peers, draw) for role in victims]
+
+
+def victims(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not {*names} <= {*VICTIMS}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(VICTIMS)}")
+    return names
+
+
+def show(killed: Sequence[Killed]) -> None:
+    print("\n| victim | plays | s until the others had decided | longest | s until it counted again | outcomes |")
+    print("|---" * 6 + "|")
+    for role in dict.fromkeys(each.role for each in killed):
+        plays = [each for each in killed if each.role == role]
+        after = [each.decided_seconds for each in plays]
+        outcomes = ", ".join(sorted({outcome for each in plays for outcome in each.outcomes}))
+        print(f"| {role} | {len(plays)} | {median(after):.1f} | {max(after):.1f} |"
+              f" {median(each.back_seconds for each in plays):.0f} | {outcomes} |", flush=True)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peers", type=at_least_one, default=24)
     parser.add_argument("--voters", type=at_least_one, default=8)
     parser.add_argument("--rounds", type=at_least_one, default=20)
-    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=0, help="of each victim")
+    parser.add_argument("--victims", type=victims, default=VICTIMS, help=f"some of {','.join(VICTIMS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
@@ -146,13 +207,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     rows, killed = [], list[Killed]()
     for peers, voters in ((options.voters, 0), (options.peers, options.voters)):
-        row, killed = play(peers, voters, options.rounds, options.kills if voters else 0, options.seed)
+        roles = [role for role in options.victims for _ in range(options.kills)] if voters else []
+        row, killed = play(peers, voters, options.rounds, roles, options.seed)
         rows.append(row)
         print(f"| {row.peers} | {row.voters} | {row.rounds} | {row.of_all} | {row.lost} | {row.seconds:.1f} |"
               f" {row.seconds_average:.2f} | {row.sent / 1e6:.2f} |", flush=True)  # fmt: skip
-    for each in killed:
-        print(f"- {each.role}: the others decided after {each.decided_seconds:.1f} s ({', '.join(each.outcomes)}); its")
-        print(f"  work counted again {each.back_seconds:.0f} s after its start")
+    if killed:
+        show(killed)
     if options.json:
         found = {"rows": [asdict(row) for row in rows], "kills": [asdict(each) for each in killed]}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
