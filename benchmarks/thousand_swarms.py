@@ -78,6 +78,7 @@ class Thousand(CallingClusters):
         self.neighbours = Neighbours(self.names, self.voters)
         self.network.contacts.near = self.neighbours.of
         self.decided, self.versions = dict[int, Record](), defaultdict[int, set[int]](set)  # of each round
+        self.offered = defaultdict[int, dict[PeerId, int]](dict)  # round -> peer -> tokens, as the plan has them
         # round -> peer -> time, frames and bytes sent when it begins
         self.frames = Counter[PeerId]()
         self.began = defaultdict[int, dict[PeerId, tuple[float, int, int]]](dict)
@@ -152,6 +153,8 @@ class Thousand(CallingClusters):
         node = self.network.nodes[name]
         self.began[chain.head.key.round].setdefault(name, (self.now, self.frames[name], node.sent_bytes))
         result = await super()._round(name, chain, into)
+        if own := self.rounds[name].call.own:
+            self.offered[chain.head.key.round].update((each.member.peer, each.tokens) for each in own.plan.offers)
         if resolved := self.rounds[name].call.resolved:
             self.versions[chain.head.key.round] |= {resolved.plan.version}
         return result
@@ -184,12 +187,22 @@ class Thousand(CallingClusters):
     # -- what came out ------------------------------------------------------------------------------------------------
 
     def error(self, round: int) -> float:
-        """Of the mean of a round: the largest relative one of an element."""
-        exact = torch.zeros(self.settings.elements, dtype=torch.float64)
+        """Of the mean of a round, weighted by tokens: the largest relative one of an element."""
+        exact, offered = torch.zeros(self.settings.elements, dtype=torch.float64), self.offered[round]
         for name in self.names:
-            exact += self.vector(name, round)
-        exact /= len(self.names)
+            exact += self.vector(name, round).double() * offered.get(name, 0)
+        exact /= sum(offered.values())
         return float(((self.means[round] - exact) / exact).abs().max())
+
+    def share(self, round: int) -> float:
+        """The share of all work that is in the mean of a round, chunk by chunk."""
+        caches = [self.averagers[name].part_cache for name in self.voters if self.alive(name)]
+        found = [[cache.get(part.digest) for cache in caches] for part in self.decided[round].parts]
+        counts = list[int]()
+        for part in (next(part for part in held if part) for held in found):
+            clusters = [sum(mask.bit_count() for mask in member_masks(masks)) for masks in part.members]
+            counts += clusters or [mask.bit_count() for mask in part.masks]
+        return fmean(counts) / len(self.names)
 
     def spans(self, first: int, last: int) -> Iterator[tuple[float, float, float]]:
         """(seconds, frames sent, bytes sent) of each peer that began all these rounds, from one to the other."""
@@ -221,13 +234,6 @@ class FaultyThousand(Thousand):
 
     def _is_called(self, session: Round, round: int) -> bool:
         return session.head.key.round == round and session.call.resolved is not None
-
-    def share(self, round: int) -> float:
-        """The share of all work that is in the mean of a round, chunk by chunk."""
-        caches = [self.averagers[name].part_cache for name in self.voters if self.alive(name)]
-        found = [[cache.get(part.digest) for cache in caches] for part in self.decided[round].parts]
-        chunks = [masks for held in found for masks in next(part for part in held if part).members]
-        return fmean(sum(mask.bit_count() for mask in member_masks(masks)) for masks in chunks) / len(self.names)
 
 
 class Independent(AveragingSwarm):
