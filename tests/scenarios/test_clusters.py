@@ -103,3 +103,15 @@ def test_drawn_faults_cost_no_peer_its_place(fault: str, seed: int) -> None:
     """Seeds in which something has gone wrong: requests that the end of a round broke off, a lead that began early."""
     scenario = Scenario(peers=9, rounds=6, seed=seed, fault=fault, elements=1500, voters=3, clusters=True)
     assert play(scenario).violations == []
+
+
+@simulated(ScenarioRunner, ScenarioSetup(18, founders=9, voters=3, inner_steps=10))
+async def test_joiners_at_once_count_soon_and_slow_no_round(swarm: ScenarioRunner) -> None:
+    """As many as the run has peers."""
+    await swarm.until(lambda: contributors(swarm, swarm.founders) == {*swarm.founders}, 120.0, "a mean of all")
+    began = swarm.head("p0").key.round
+    calm_seconds = swarm.round_seconds("p0", began - 1)
+    await swarm.begun(*swarm.peers[9:])
+    await together(swarm)
+    longest = max(swarm.round_seconds("p0", number) for number in range(began, swarm.head("p0").key.round))
+    assert longest <= 1.2 * calm_seconds
