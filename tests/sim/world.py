@@ -400,11 +400,12 @@ class World(SimSwarm):
 
     def _accused(self, honest: dict[PeerId, list[checkers.Report]]) -> Iterator[checkers.Violation]:
         """With clusters, honest peers that honest peers have refused anything or, without faults, name for more than a
-        clipped norm.
+        norm or a weight above the limit.
         """
         for report in (report for history in honest.values() for report in history if self.scenario.clusters):
             for peer, why in report["blamed"].items():
-                if peer in honest and ("refused" in why or not (self.scenario.breaks or "clipped" in why)):
+                is_harmless = self.scenario.breaks or "clipped" in why or "clamped" in why
+                if peer in honest and ("refused" in why or not is_harmless):
                     yield checkers.Violation("accused", report["peer"], report["round"], f"names {peer}: {why}")
 
 
