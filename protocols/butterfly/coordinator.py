@@ -24,6 +24,7 @@ from protocols.wire import MAX_ROSTER, PartDone, Plan
 class RoundCoordinator:
     def __init__(self, attempt: Round) -> None:
         self._round, self._call, self._vote, self._me = attempt, attempt.call, attempt.vote, attempt.me
+        self._given: set[int] = set()  # parts that were given to another reducer than the first plan's
 
     async def run(self) -> None:
         """Lead each ballot in which this member may choose a record, until the round is over."""
@@ -54,8 +55,8 @@ class RoundCoordinator:
                 return vote.propose(ballot, self._outcome(resolved, exchange))
             if now >= until or self._is_hopeless(resolved):
                 return vote.propose(ballot, self._skip(resolved, resolved.peers if now >= until else ()))
-            if lost := self._lost(resolved, exchange, now):
-                given = dict.fromkeys(lost, self._replacement_reducer(resolved))
+            if given := self._repairs(resolved, exchange, now):
+                self._given |= {*given}
                 self._publish(reassign_parts(resolved.plan, given, ballot))
             overdue = self._overdue(resolved, exchange)
             await self._wait(resolved, min(until, overdue) if overdue > now else until)
@@ -69,7 +70,7 @@ class RoundCoordinator:
                 or self._vote.leading is None
                 or attempt.exchange is not exchange
                 or _progress(exchange) != known
-                or bool(self._lost(resolved, exchange, loop_time()))
+                or bool(self._repairs(resolved, exchange, loop_time()))
                 or self._is_hopeless(resolved)
                 or self._until(resolved) <= loop_time()
             ),
@@ -91,6 +92,11 @@ class RoundCoordinator:
 
     # -- what is lost -------------------------------------------------------------------------------------------------
 
+    def _repairs(self, resolved: RoundPlan, exchange: AllReduce | None, now: float) -> dict[int, int]:
+        """The lost parts that another member can reduce, and its index. A part is given away once for being overdue."""
+        lost = {part: self._replacement_reducer(resolved, part) for part in self._lost(resolved, exchange, now)}
+        return {part: index for part, index in lost.items() if index is not None}
+
     def _lost(self, resolved: RoundPlan, exchange: AllReduce | None, now: float) -> list[int]:
         if exchange is None:
             return []
@@ -101,7 +107,11 @@ class RoundCoordinator:
             for part in range(len(resolved.plan.reducers))
             if part not in exchange.parts
             and resolved.reducer(part) != self._me.peer
-            and (resolved.reducer(part) not in live or exchange.failed.get(part) == resolved.reducer(part) or overdue)
+            and (
+                resolved.reducer(part) not in live
+                or exchange.failed.get(part) == resolved.reducer(part)
+                or (overdue and part not in self._given)
+            )
         ]
 
     def _apart(self, resolved: RoundPlan) -> set[PeerId]:
@@ -159,13 +169,15 @@ class RoundCoordinator:
             return self._until(resolved)
         return exchange.finished + 2 * self._vote.phase_seconds + self._vote.patience_seconds
 
-    def _replacement_reducer(self, resolved: RoundPlan) -> int:
-        """Index of the member that is to reduce lost parts: this one or, if it is not in the plan, the fastest one."""
+    def _replacement_reducer(self, resolved: RoundPlan, part: int) -> int | None:
+        """Index of the member that is to reduce a lost part: this one or, if it is not in the plan, the fastest other
+        one that is live. None: there is no other.
+        """
         if self._me.peer in resolved.peers:
             return resolved.peers.index(self._me.peer)
-        live = self._round.live_peers()
-        indices = [index for index, peer in enumerate(resolved.peers) if peer in live] or [0]
-        return max(indices, key=resolved.uplinks.__getitem__)
+        others = self._round.live_peers() - {resolved.reducer(part)}
+        indices = [index for index, peer in enumerate(resolved.peers) if peer in others]
+        return max(indices, key=resolved.uplinks.__getitem__, default=None)
 
     async def _fetch_what_others_hold(self) -> None:
         """Fetch parts that members held when they promised this ballot, and whose reducers have been lost since."""
