@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,11 @@ class Script:
     def start(self) -> None:
         with self._log.open("ab") as log:
             command = [sys.executable, str(self._script)]
-            self.process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log, cwd="/")
+            # in the background of a shell the tests ignore SIGINT, and so would the script
+            listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            self.process = subprocess.Popen(
+                command, env=self._environment, stdout=log, stderr=log, cwd="/", preexec_fn=listen
+            )
 
     def strike(self, number: int) -> float:
         self.process.send_signal(number)
