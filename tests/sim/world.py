@@ -332,8 +332,10 @@ class World(SimSwarm):
 
     @property
     def level_tasks(self) -> int:
-        """Tasks by which a peer's number may rise and fall without a leak."""
-        return LEVEL_TASKS
+        """Tasks by which a peer's number may rise and fall without a leak. An associate that is admitted listens to all
+        other voters from then on.
+        """
+        return LEVEL_TASKS + (self.scenario.voters if self.scenario.clusters else 0)
 
     def leaks(self) -> list[checkers.Violation]:
         return self._left
