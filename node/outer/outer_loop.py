@@ -93,6 +93,7 @@ class OuterLoop(ABC):
         self.waiting_for: Callable[[], Sequence[PeerId]] = tuple  # peers that the round waits for
         self.last_round = False  # it ends as any other, and its offer says so
         self._may_leave_without_work = False
+        self.has_announced_leaving = False  # to the other members, in an offer
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
         self._round_seconds: deque[float] = deque(maxlen=ROUNDS_LEARNED)
@@ -266,6 +267,7 @@ class OuterLoop(ABC):
         work = replace(work, leaving=self._departs, resting=rests)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self.last_round and work.complete):
             work = replace(work, complete=True, leaving=True, resting=False)
+            self.has_announced_leaving = True
         return replace(work, state_root=state_root)
 
     def _learn_limit(self, watch: LapTimer) -> None:

@@ -35,11 +35,10 @@ MOVE_FIRST_STEP_SECONDS = 30.0  # A mover is in no hurry: its first step counts,
 FINISH_SECONDS = 7.0
 """Time that a peer has to finish its round after it was asked to leave. It then leaves without the round."""
 OBSERVER_SECONDS = 1.0  # The same for a peer outside the roster, which only has to say goodbye
-MAX_LAST_ROUNDS = 4
+MAX_LAST_ROUNDS = 2
 """Further rounds that a leaving peer takes part in if it could not announce its leaving in time for an earlier one.
 
-Without work it announces it after two seconds: where rounds are shorter, a peer that had left before that would stay in
-the roster."""
+Those before its first offer that says so do not count: it would stay in the roster, and the others might not decide."""
 KEEP_BYTES = 1 << 30
 """A leaving peer writes a checkpoint only if its parameters are no larger: there is no time for more."""
 LINGER_SECONDS = 20.0  # Longest time that a peer stays after the last round, to serve it to peers that missed it
@@ -157,7 +156,7 @@ class PeerSession:
         enough = self._limit is not None and self.done >= self._limit
         if not enough and not self._leave.is_set():
             return True
-        self._last_rounds += 1
+        self._last_rounds += self._outer_loop.has_announced_leaving or not self._leave.is_set()
         return self._last_rounds <= MAX_LAST_ROUNDS and self._is_expected()
 
     def _is_expected(self) -> bool:

@@ -208,6 +208,24 @@ async def test_leave_between_rounds_starts_few_more_rounds(cluster: SessionClust
     assert a.outcomes == b.outcomes and a.outcomes.count("committed") >= 5 and len(a.outcomes) == 6
 
 
+@pytest.mark.parametrize("founders", ["ab"])
+@pytest.mark.parametrize("step_seconds", [0.002, 0.02, 0.2])
+@on_virtual_time
+async def test_leaver_without_work_is_out_of_the_roster_however_short_rounds_are(
+    cluster: SessionCluster, step_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script's peer whose script was killed. Where no fork is allowed, the other could decide nothing any more."""
+    a, b = (cluster.add(name, 600, step_seconds=step_seconds) for name in "ab")
+    await until(lambda: len(b.outcomes) >= 3)
+    rest = b.trainer.rest
+    monkeypatch.setattr(b.trainer, "rest", lambda resting: rest(True))
+    rest(True)
+    await until(lambda: any(report.weight == 0 for report in b.view.reports))
+    b.session.leave()
+    await cluster.end("b")
+    await until(lambda: a.chain.head.roster == (a.outer_loop.me,), 1.0)
+
+
 @alone
 @pytest.mark.parametrize(
     ("wait", "after_seconds", "state", "reason", "outcomes"),
@@ -380,6 +398,7 @@ async def test_farewell_rounds_are_few_and_only_for_members(cluster: SessionClus
     session = SessionPeer(cluster, "a", 0.1, run_rounds=9).session
     assert all(session._should_continue() for _ in range(5))
     session.leave()
+    session._outer_loop.has_announced_leaving = True
     assert [session._should_continue() for _ in range(5)] == [True] * last_rounds + [False] * (5 - last_rounds)
 
 
