@@ -164,10 +164,16 @@ def kill(role: str, peers: Sequence[RealPeer], draw: random.Random) -> Killed:
 
 
 def play(count: int, voters: int, rounds: int, victims: Sequence[str], seed: int) -> tuple[Figures, list[Killed]]:
+    """Prints what it finds as soon as it is found. At its end a broken invariant raises AssertionError."""
     with tempfile.TemporaryDirectory() as home, RealSwarm(Path(home), run_of(voters)) as swarm:
         peers, draw = gather(swarm, count), random.Random(seed)
-        found = measured(peers, voters, rounds)
-        return found, [kill(role, peers, draw) for role in victims]
+        row = measured(peers, voters, rounds)
+        print(f"| {row.peers} | {row.voters} | {row.rounds} | {row.of_all} | {row.lost} | {row.seconds:.1f} |"
+              f" {row.seconds_average:.2f} | {row.sent / 1e6:.2f} |", flush=True)  # fmt: skip
+        killed = [kill(role, peers, draw) for role in victims]
+        if killed:
+            show(killed)
+        return row, killed
 
 
 def victims(text: str) -> tuple[str, ...]:
@@ -210,10 +216,6 @@ def main(arguments: list[str] | None = None) -> int:
         roles = [role for role in options.victims for _ in range(options.kills)] if voters else []
         row, killed = play(peers, voters, options.rounds, roles, options.seed)
         rows.append(row)
-        print(f"| {row.peers} | {row.voters} | {row.rounds} | {row.of_all} | {row.lost} | {row.seconds:.1f} |"
-              f" {row.seconds_average:.2f} | {row.sent / 1e6:.2f} |", flush=True)  # fmt: skip
-    if killed:
-        show(killed)
     if options.json:
         found = {"rows": [asdict(row) for row in rows], "kills": [asdict(each) for each in killed]}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
