@@ -5,7 +5,8 @@
     python -m benchmarks.thousand plot --json FILE --file build/thousand.png
 
 Simulated peers (`tests.sim`) with lines of 8 Mbit/s and messages that take 20 ms, in virtual time. Vectors of 256 KB of
-float32, all frames are real; heartbeats are not sent. Each play ends when all hold a mean of all within 1 %.
+float32, all frames are real; heartbeats are not sent. Each play ends when all hold a mean of all within 1 %; a round of
+clusters that lost too much work for that says so.
 
 clusters  32 voters, and the others behind them, which have their leads when they begin. Rounds are measured from the
           first mean of all on, each with a second of training. Checked: one state root, and each element against the
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.thousand_swarms import ELEMENTS, TRAIN_SECONDS, VOTERS, FaultyThousand, Independent, Thousand
+from benchmarks.thousand_swarms import ELEMENTS, TRAIN_SECONDS, VOTERS, WITHIN, FaultyThousand, Independent, Thousand
 from tests.sim.arguments import Parser, at_least_one
 
 ROUNDS = 3
@@ -48,7 +50,7 @@ class Cost:
     sent: float  # bytes of a peer until all hold a mean of all within 1 %, in vectors
     frames: float  # sent by a peer until then; openings and ends of streams count
     most_frames: float
-    seconds: float  # until then
+    seconds: float  # until then; nan if a round of clusters lost so much work that they do not
     round_seconds: float  # median
     rounds: float
     counted: int | None = None  # peers whose work is in the mean; the least of all rounds measured
@@ -70,6 +72,7 @@ def clusters(peers: int, rounds: int = ROUNDS, chunks: int = 1) -> Cost:
 
     swarm.play(main)
     last = first + rounds
+    error = max(swarm.error(round) for round in range(first, last))
     spans = list(swarm.spans(first, last))
     frames, seconds = [frames / rounds for _, frames, _ in spans], [swarm.seconds(each) for each in range(first, last)]
     return Cost(
@@ -78,13 +81,13 @@ def clusters(peers: int, rounds: int = ROUNDS, chunks: int = 1) -> Cost:
         sent=fmean(sent for *_, sent in spans) / rounds / (4 * ELEMENTS),
         frames=fmean(frames),
         most_frames=max(frames),
-        seconds=median(seconds),
+        seconds=median(seconds) if error <= WITHIN else math.nan,
         round_seconds=median(seconds),
         rounds=1,
         lost=max(lost),
         counted=min(swarm.contributors[round] for round in range(first, last)),
         root=all(len(roots) == 1 for roots in swarm.found.values()),
-        error=max(swarm.error(round) for round in range(first, last)),
+        error=error,
         cpu_seconds=time.process_time() - cpu,
     )
 
@@ -156,7 +159,7 @@ def line(cost: Cost) -> str:
         f"{cost.peers:,}",
         f"{cost.sent:.2f}",
         f"{cost.frames:.0f}; {cost.most_frames:.0f}",
-        f"{cost.seconds:.2f}",
+        f"{cost.seconds:.2f}" if math.isfinite(cost.seconds) else "not reached",
         f"{cost.round_seconds:.2f}",
         f"{cost.rounds:.1f}",
         *exact,
@@ -172,6 +175,7 @@ def misses(costs: Sequence[Cost]) -> list[str]:
         if cost.protocol != "clusters" or cost is few:
             continue
         aims = {
+            "a mean within 1 %": not math.isfinite(cost.seconds),
             "the whole work of all": cost.counted != cost.peers or cost.lost != 0.0,
             "one state": not cost.root,
             "elements within 1e-6": not (cost.error or 0.0) <= 1e-6,
@@ -184,15 +188,20 @@ def misses(costs: Sequence[Cost]) -> list[str]:
 
 
 def draw(costs: Sequence[Cost], file: Path) -> None:
-    """Bytes and seconds until all hold a mean of all. Raises OSError if the file cannot be written."""
+    """Bytes and seconds until all hold a mean of all. Raises OSError if the file cannot be written, ValueError without
+    figures.
+    """
+    if not costs:
+        raise ValueError("it holds no figures")
     figure = Figure(figsize=(10.0, 4.0), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     sizes = sorted({cost.peers for cost in costs})
     titles = {"sent": "vectors that a peer sends", "seconds": "virtual seconds"}
     for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for protocol in dict.fromkeys(cost.protocol for cost in costs):
-            mine = sorted((cost.peers, getattr(cost, kind)) for cost in costs if cost.protocol == protocol)
-            axes.plot(*zip(*mine, strict=True), marker="o", label=protocol)
+            mine = [cost for cost in costs if cost.protocol == protocol and math.isfinite(cost.seconds)]
+            places = sorted((cost.peers, getattr(cost, kind)) for cost in mine)
+            axes.plot([peers for peers, _ in places], [value for _, value in places], marker="o", label=protocol)
         for name, vectors in PUBLISHED.items() if kind == "sent" else ():
             axes.plot([1024], [vectors], marker="*", markersize=11, linestyle="", color="#444444", label=name)
         axes.set(xscale="log", yscale="log", title=f"{title} until all hold the mean within 1 %", xlabel="peers")
@@ -223,7 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
     if options.what == "plot":
-        draw([Cost(**each) for each in json.loads(options.json.read_text())], options.file)
+        try:
+            draw([Cost(**each) for each in json.loads(options.json.read_text())], options.file)
+        except (OSError, ValueError, TypeError) as error:
+            print(f"no plot of {options.json}: {error}: give what a run with --json has written", file=sys.stderr)
+            return 2
         print(options.file)
         return 0
     if options.what == "faults":
