@@ -80,7 +80,7 @@ class Butterfly:
         `protocols.butterfly.attachment`; used by runs with clusters.
         """
         self.settings = settings
-        self._endpoint = ProtocolEndpoint(host, settings, acquaintances=self._acquaintances)
+        self._endpoint = ProtocolEndpoint(host, settings, is_acquainted=self._is_acquainted)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         require_known("robust rule", settings.robust, ROBUST_RULES)
         self._claim = BandwidthClaim(settings)
@@ -240,12 +240,20 @@ class Butterfly:
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    def _acquaintances(self, opening: Header) -> Collection[PeerId]:
-        return self._round.cluster.acquaintances(opening) if self._round else ()
+    async def _is_acquainted(self, stream: Stream, opening: Header) -> bool:
+        """Whether a plan of clusters names the opener. Its lead may have told it the plan earlier than this peer's."""
+        if self._attachment is None or not isinstance(opening, wire.Contribute | ContributePartial):
+            return False
+        attempt = await self._attempt(stream, opening.key)
+        return await attempt.is_acquainted(stream.peer, opening)
 
     async def _on_data(self, stream: Stream, opening: wire.Contribute | ContributePartial) -> None:
-        """Serve a data stream in its round. If that is the next round, wait until this peer enters it."""
-        key, here = opening.key, self._round.head.key if self._round else None
+        attempt = await self._attempt(stream, opening.key)
+        await attempt.serve(stream.peer, stream, opening)
+
+    async def _attempt(self, stream: Stream, key: RoundKey) -> Round:
+        """The round of a data stream. If that is the next round, wait until this peer enters it."""
+        here = self._round.head.key if self._round else None
 
         def is_past() -> bool:
             return self._round is not None and key.round < self._round.head.key.round
@@ -259,4 +267,4 @@ class Butterfly:
         attempt = await self._rounds.wait_for(key.lineage, stream, is_past)
         if attempt is None:
             raise PeerSilent(stream.peer, f"round {key.round} is over")
-        await attempt.serve(stream.peer, stream, opening)
+        return attempt

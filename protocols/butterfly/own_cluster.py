@@ -23,7 +23,7 @@ from protocols.allreduce.clustered_plan import (
 )
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
-from protocols.base import AveragingResult, BadPayload, Contribution, Header, Member, PeerId
+from protocols.base import AveragingResult, BadPayload, Contribution, Member, PeerId
 from protocols.consensus.record import Record
 from protocols.streams.endpoint import ControlChannel
 from protocols.wire import Contribute, Offer
@@ -115,12 +115,10 @@ class OwnCluster:
 
     # -- in the data phase, and after it ------------------------------------------------------------------------------
 
-    def acquaintances(self, opening: Header) -> Collection[PeerId]:
+    def acquaintances(self, opening: Contribute | ContributePartial) -> Collection[PeerId]:
         """The peers that may open a data stream so, although this peer may not see them: those of its cluster and, with
         their offers, those of others. The offers are checked before they are served.
         """
-        if not isinstance(opening, Contribute | ContributePartial):
-            return ()
         if self.whole is None or self.whole.digest != opening.plan:
             return ()
         return self.peers if isinstance(opening, Contribute) else [offer.member.peer for offer in opening.offers]

@@ -231,6 +231,18 @@ class Round:
         """
         return self.me in self.head.roster or (peer in self.cluster.peers and peer in self._seen)
 
+    async def is_acquainted(self, peer: PeerId, opening: wire.Contribute | ContributePartial) -> bool:
+        """Whether a plan of clusters names a peer that this one may not see. It may still be on its way to this one."""
+
+        def is_known() -> bool:
+            return peer in self.live_peers() or peer in self.cluster.acquaintances(opening)
+
+        def is_called() -> bool:
+            return self.call.resolved is not None and self.call.resolved.digest == opening.plan
+
+        await self.until(lambda: is_known() or is_called() or self.over())
+        return is_known()
+
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute | ContributePartial) -> None:
         """Serve a member's data stream. Raises PeerSilent if the data phase of its plan does not begin here in time."""
         self.vote.hear(peer)

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.aio import loop_time, task_group
 from protocols.allreduce.plan import offer_message
-from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, Settings, Stream
+from protocols.base import BadPayload, Deadline, Head, Header, Host, PeerId, PeerSilent, Settings, Stream
 from protocols.moshpit.grid import GROUP_MOST
 from protocols.moshpit.group_allreduce import DATA, PART, GroupAllReduce
 from protocols.moshpit.peer_tracker import PositionAnnouncement, check
@@ -43,7 +43,7 @@ class Moshpit:
     ) -> None:
         """`most` is the largest group size, the same at all peers. `announce_limit`: see `ANNOUNCE_TO_ALL_LIMIT`."""
         self.host = host
-        self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda header: self._moshpit.found)
+        self._endpoint = ProtocolEndpoint(host, settings, is_acquainted=self._is_acquainted)
         self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         self._moshpit = MoshpitState(self._endpoint, CONTROL, most, announce_limit)
         self._session: MoshpitSession | None = None
@@ -69,6 +69,9 @@ class Moshpit:
                         each.cancel()
         finally:
             session.close()
+
+    async def _is_acquainted(self, stream: Stream, header: Header) -> bool:
+        return stream.peer in self._moshpit.found
 
     # -- messages from other peers ------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class ProtocolEndpoint:
 
     A data stream is served if its first frame
 
-    - comes within `FIRST_FRAME_SECONDS`, from a live member or an acquaintance,
+    - comes within `FIRST_FRAME_SECONDS`, from a live member or a peer that this one is or gets acquainted with by then,
     - is of a kind that its method has a handler for, and bound to the run and scope of this peer's rounds,
     - names as `sender` and receiver (`to`), if any, the current incarnations of the stream's peer and of this one.
 
@@ -126,12 +126,14 @@ class ProtocolEndpoint:
         host: Host,
         settings: Settings,
         limit_bytes: int = wire.MAX_HEADER_BYTES,
-        acquaintances: Callable[[Header], Collection[PeerId]] = lambda header: (),
+        is_acquainted: Callable[[Stream, Header], Awaitable[bool]] | None = None,
     ) -> None:
-        """Acquaintances are peers whose streams that begin with a header are served although they may not be live."""
+        """`is_acquainted`: whether a stream that begins with a header is served although its opener may not be live. It
+        may wait for what makes the opener known.
+        """
         self.host, self.settings = host, settings
         self.me, self.accounting = Member(host.me, settings.incarnation), RoundAccounting()
-        self._limit_bytes, self._acquaintances = limit_bytes, acquaintances
+        self._limit_bytes, self._is_acquainted = limit_bytes, is_acquainted
         self._handlers: dict[str, dict[type[Header], Callable[..., Any]]] = {}
         self._run: tuple[bytes, str] | None = None
 
@@ -197,12 +199,13 @@ class ProtocolEndpoint:
         try:
             async with asyncio.timeout(FIRST_FRAME_SECONDS):
                 header = await stream.receive(self._limit_bytes)
+                if any(member.peer == stream.peer for member in self.host.members.live()):
+                    return header
+                if self._is_acquainted and await self._is_acquainted(stream, header):
+                    return header
         except TimeoutError:
-            raise PeerSilent(stream.peer, "opened a stream and sent nothing") from None
-        live = {member.peer for member in self.host.members.live()}
-        if stream.peer not in live and stream.peer not in self._acquaintances(header):
-            raise PeerSilent(stream.peer, "not a live member")
-        return header
+            raise PeerSilent(stream.peer, "opened a stream, and did not send a frame or become known in time") from None
+        raise PeerSilent(stream.peer, "not a live member")
 
     def _handler(self, method: str, header: Any, why: str) -> Callable[..., Any]:
         handle = self._handlers[method].get(type(header))

@@ -190,17 +190,21 @@ async def test_last_voter_forks_with_the_mean_that_it_accepted(swarm: VotingClus
     assert record.kind == Kind.FORK and record.averaged and len(record.clusters) == 3
 
 
-@pytest.mark.parametrize("sees", ["all", "its own cluster"])
-@simulated(lambda sees: VotingClusters(3, 3, 3))
-async def test_associate_need_not_see_the_voters(swarm: VotingClusters, sees: str) -> None:
-    """In a large run it watches few of them. A reducer serves an aggregator that it does not see, by its offers."""
+@pytest.mark.parametrize("plan", ["in time", "late at a voter", "late at an associate"])
+@simulated(lambda plan: VotingClusters(3, 3, 3))
+async def test_associate_need_only_see_its_lead(swarm: VotingClusters, plan: str) -> None:
+    """In a large run it watches few others. A peer serves one that it does not see by its plan, and waits for that: a
+    lead sends half a megabyte of plans.
+    """
 
     def near(peer: PeerId) -> Collection[PeerId]:
         own = next(each for each in swarm.clusters if peer in each)
-        return [*own, *swarm.voters] if peer in swarm.voters else own
+        return [*own, *swarm.voters] if peer in swarm.voters else [peer, own[0]]
 
-    if sees != "all":
-        swarm.network.contacts.near = near
+    swarm.network.contacts.near = near
+    if plan != "in time":
+        late = (swarm.order[0], swarm.order[1]) if plan.endswith("voter") else ("v0", "v0.1")
+        swarm.network.link(*late).latency_seconds = 0.5
     await swarm.average()
     # without the certificate of its own lead it would not know the outcome
     record = swarm.decided(swarm.names)

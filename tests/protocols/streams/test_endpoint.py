@@ -45,12 +45,15 @@ class Pair(SimSwarm):
         super().__init__(latency_seconds=0.001)
         host = replace(self.join("p0"), members=StaticMembers(LIVE))
         self.transport = self.network.join(sender)
-        self.endpoint = ProtocolEndpoint(host, Settings("fp32", (8,)), acquaintances=lambda header: {"friend"})
+        self.endpoint = ProtocolEndpoint(host, Settings("fp32", (8,)), is_acquainted=self._is_acquainted)
         self.heard: list[Header] = []
         self.endpoint.serve(DATA, RecallShare, self._serve)
         self.endpoint.listen(CONTROL, [wire.AdmissionRequest], self._take)
         if bound:
             self.endpoint.bind(KEY)
+
+    async def _is_acquainted(self, stream: Stream, header: Header) -> bool:
+        return stream.peer == "friend"
 
     async def _serve(self, stream: Stream, header: RecallShare) -> None:
         self.heard.append(header)
