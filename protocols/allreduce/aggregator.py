@@ -44,8 +44,13 @@ class Relay:
         before.notify()
 
     async def fetch(self, stream: Stream, opening: ContributePartial, partials: Reducer | None) -> ReducedPart:
-        """Fetch the mean on a stream to the reducer, and send it the cluster's `partials` meanwhile, if there are."""
-        mean, notifier = self.mean, self.notifier
+        """Fetch the mean on a stream to the reducer, and send it the cluster's `partials` meanwhile, if there are.
+
+        It is received into a part of its own: while the stream opened, another may have been passed on, and is whole.
+        """
+        mean, notifier = self.task.part(self.index), self.notifier
+        if not self.mean.done:
+            self.follow(mean, notifier)
 
         def progress() -> None:
             self.task.progress()

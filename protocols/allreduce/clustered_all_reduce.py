@@ -168,6 +168,8 @@ class ClusteredAllReduce(AllReduce):
     def _begin_relay(self, part: int, relay: Relay) -> None:
         assert self._group
         self._relays[part] = relay
+        if part not in self._aggregators:  # this peer also gets the part from the aggregator, or tried to
+            self.restarted.add(part)
         self._group.create_task(self._relay(part, relay))
 
     async def _relay(self, part: int, relay: Relay) -> None:
@@ -193,7 +195,6 @@ class ClusteredAllReduce(AllReduce):
             return await self._follow_own(part, relay)
         for again in (False, True):
             if again:
-                relay.follow(self.task.part(part), relay.notifier)
                 self.restarted.add(part)
             try:
                 return self.take(part, await self._fetch(part, relay, reducer))

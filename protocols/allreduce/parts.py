@@ -72,6 +72,7 @@ class ReducedPart(PartLayout):
 
     def append(self, mask: int, members: bytes = b"") -> None:
         """Note whose contributions the next chunk holds."""
+        assert self.result is None, "a part that is whole is filled again"
         if self.clusters:
             self.members.append(members)
         self.masks.append(mask)

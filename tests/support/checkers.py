@@ -123,8 +123,11 @@ def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
         knows_plan = report["contributions"] or not report.get("clusters")
         if report["outcome"] in DECIDED and knows_plan:
             near = deciding.setdefault((report["lineage"], frozenset(report.get("clusters", ()))), report)
-            if near["contributions"] != report["contributions"]:
-                yield _violation("same-bits", report, f"contributions differ from those of {near['peer']}")
+            mine, theirs = report["contributions"], near["contributions"]
+            if mine != theirs:
+                differ = sorted(peer for peer in {*mine, *theirs} if mine.get(peer) != theirs.get(peer))
+                what = "; ".join(f"{peer}: {mine.get(peer)}, not {theirs.get(peer)}" for peer in differ)
+                yield _violation("same-bits", report, f"contributions differ from those of {near['peer']}: {what}")
 
 
 def finite(reports: Iterable[Report]) -> Iterator[Violation]:

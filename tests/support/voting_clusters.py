@@ -128,8 +128,8 @@ class VotingClusters(ClusteredSwarm):
                 if lead in result.clusters:
                     assert result.clusters[lead] == Contribution(sum(counts.values()), chunks * len(counts))
                 elif result.contributions:
-                    said = {peer: each.chunks_counted for peer, each in result.contributions.items()}
-                    assert said == counts
+                    due = {peer: Contribution(count, chunks) for peer, count in counts.items()}
+                    assert result.contributions == due
 
     def parts_of(self, record: Record, name: PeerId) -> list[ReducedPart]:
         cache = self.averagers[name].part_cache

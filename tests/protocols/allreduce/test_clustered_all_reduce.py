@@ -202,6 +202,23 @@ def test_part_fetched_by_digest_is_passed_on(is_genuine: bool) -> None:
     swarm.play(play)
 
 
+@simulated(ClusteredSwarm, 3, 3, 3, 3)
+async def test_late_reducer_leaves_a_fetched_part_unchanged(swarm: ClusteredSwarm) -> None:
+    """What it sends an aggregator that has fetched the part meanwhile is a part of its own, which is received, too."""
+    swarm.cut(["v1.1"], ["v0"])
+    swarm.begin()
+    assert (swarm.inner[1].reducer(0), swarm.versions[0].reducer(0)) == ("v1.1", "v0")
+    await asyncio.sleep(1.9)
+    exchange, fetched = swarm.peers["v1.1"].exchange, swarm.peers["v2"].exchange.parts[0]
+    before = (fetched.result, list(fetched.masks), list(fetched.members))
+    assert 0 not in exchange.parts
+    exchange.pass_on(0, fetched)
+    swarm.heal(["v1.1"], ["v0"])
+    await asyncio.sleep(1.0)
+    assert exchange.parts[0].done and exchange.parts[0] is not fetched and 0 not in exchange.failed
+    assert all((each.result, each.masks, each.members) == before for each in (exchange.parts[0], fetched))
+
+
 @simulated(ClusteredSwarm, 6, 5, 5, 5, 5)
 async def test_slow_member_counts_as_far_as_its_chunks_came(swarm: ClusteredSwarm) -> None:
     """Its cluster waits for it once and a half as long as for most, and the other clusters lose nothing."""

@@ -100,6 +100,32 @@ def test_several_faults_leave_the_others_one_mean(seed: int) -> None:
     assert swarm.decided(well).averaged and max(swarm.ended[name] for name in well) < 15.0
 
 
+@pytest.mark.parametrize("seed", [28, *long(*range(28))])
+def test_stalls_and_deaths_leave_one_mean_and_report(seed: int) -> None:
+    """Parts come late, again from another reducer, or by their digests from a peer that has them."""
+    draw = random.Random(seed)
+    swarm = VotingClusters(*(draw.randint(1, 4) for _ in range(draw.randint(5, 8))), elements=2000)
+    victims = draw.sample(swarm.names, draw.randint(0, 2))
+
+    async def stall(link: list[PeerId], seconds: float) -> None:
+        swarm.cut(link[:1], link[1:])
+        await asyncio.sleep(seconds)
+        swarm.heal(link[:1], link[1:])
+
+    async def strike() -> None:
+        await asyncio.sleep(2 * CALL_SECONDS)
+        async with asyncio.TaskGroup() as group:
+            for number in range(60):
+                await asyncio.sleep(0.1 * draw.random())
+                group.create_task(stall(draw.sample(swarm.names, 2), draw.uniform(0.1, 3.0)))
+                if victims and number in (2, 6):
+                    swarm.network.kill(victims.pop())
+
+    swarm.play(lambda: swarm.average(strike()))
+    told = [name for name, session in swarm.rounds.items() if session.vote.decided and swarm.alive(name)]
+    assert len(told) > len(swarm.names) / 2 and swarm.decided(told).averaged
+
+
 @simulated(VotingClusters, 3, 3, 3)
 async def test_lead_stays_when_all_of_its_associates_are_lost(swarm: VotingClusters) -> None:
     """The mean holds nothing of its cluster, and one part alone something of the other: no lead's link is to blame."""
