@@ -250,10 +250,7 @@ class PartialReducer(Reducer):
         counts = [mask.bit_count() for mask in masks]
         if not self._judge.is_clear(clusters, norms, counts):
             norms = [norm([row]) for row in rows]
-        weights = [
-            self._clusters.weight(cluster, self._members[self._plan.peers[cluster]].weights, mask)
-            for cluster, mask in zip(clusters, masks, strict=True)
-        ]
+        weights = list(map(self._clusters.weight, clusters, masks))
         self._judge.average(clusters, norms, rows, weights, into, counts)
 
     def _on_encoded(self, index: int, mask: int, scratch: Vector) -> None:

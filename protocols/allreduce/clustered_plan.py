@@ -1,8 +1,9 @@
 """The plan of a clustered round: clusters instead of members, each led by a voter, and what follows from it. Pure.
 
-A lead offers its cluster as a whole, with a digest of its members' offers; the plan names these clusters. Inside a
-cluster, everything follows from the offers by the rules of `protocols.allreduce.plan`: weights, clip factors, and which
-member aggregates which part. Whoever holds the offers can check it: the members, and the reducers of the parts.
+A lead offers its cluster as a whole, with its members' tokens and a digest of their offers; the plan names these
+clusters. All weights follow from it. Inside a cluster, the rest follows from the offers by the rules of
+`protocols.allreduce.plan`: clip factors, and which member aggregates which part. Whoever holds the offers can check it,
+and the tokens: the members, and the reducers of the parts.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -10,6 +11,7 @@ member aggregates which part. Whoever holds the offers can check it: the members
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,8 +68,7 @@ class ClusterOffer:
     """What a cluster contributes to a round. All but `complete` follows from its members' offers."""
 
     lead: Member = one(Member)
-    size: int = uint(MAX_CLUSTER)
-    tokens: int = uint(MAX_TOKENS)  # that its members count for, together
+    tokens: tuple[int, ...] = list_of(uint(MAX_TOKENS), MAX_CLUSTER)  # of each member, in their order
     step_seconds: float = real(0, MAX_SECONDS)  # all but the slowest tenth take at most so long for a step
     pace: float = real(1, 1e13)  # bytes/s that all but the slowest tenth of the members send
     bandwidth: float = real(1, 1e13)  # of the lead, which reduces for all clusters
@@ -76,6 +77,10 @@ class ClusterOffer:
     state_root: bytes = digest()
     offers: bytes = digest()  # `offers_digest`
     signature: bytes = blob(128)
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +162,7 @@ def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer]
     mine = next(offer for offer in offers if offer.member == lead)
     return ClusterOffer(
         lead=lead,
-        size=len(offers),
-        tokens=_tokens(offers, inputs),
+        tokens=tuple(offer.tokens for offer in offers),
         step_seconds=quantile([offer.step_seconds for offer in offers], 1 - SLOWEST_SHARE),
         pace=quantile([offer.bandwidth for offer in offers], SLOWEST_SHARE),
         bandwidth=mine.bandwidth,
@@ -173,14 +177,6 @@ def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer]
 def quantile(values: Sequence[float], share: float) -> float:
     """The least of the values such that at least this share of them are no larger."""
     return sorted(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
-
-
-def _tokens(offers: Sequence[Offer], inputs: PlanInputs) -> int:
-    return min(MAX_TOKENS, int(math.fsum(member_weights(offers, inputs))))
-
-
-def member_weights(offers: Sequence[Offer], inputs: PlanInputs) -> tuple[float, ...]:
-    return planning.weights([offer.tokens for offer in offers], inputs.max_weight if inputs.robust == "mean" else 1.0)
 
 
 def check_offers(inputs: PlanInputs, cluster: ClusterOffer, offers: Sequence[Offer], verify: Verify) -> None:
@@ -208,7 +204,7 @@ def make_clustered_plan(
     """The plan that calls a round of these clusters, as `plan.make_plan` does for members."""
     unable = set().union(*planning.broken(inputs.complaints, inputs.key.round))
     ordered = tuple(sorted(clusters, key=lambda cluster: cluster.lead))
-    able = [cluster.tokens > 0 and cluster.lead.peer not in unable for cluster in ordered]
+    able = [any(cluster.tokens) and cluster.lead.peer not in unable for cluster in ordered]
     uplinks = planning.bandwidths([cluster.bandwidth for cluster in ordered])
     growth = inputs.growth(sum(cluster.size for cluster in ordered))
     fractions = planning.shares(uplinks, able if any(able) else [True] * len(ordered), growth)
@@ -254,7 +250,7 @@ def check_clustered_plan(plan: ClusteredPlan, inputs: PlanInputs, roster: Sequen
         raise BadPayload("the plan's leads are not distinct members of the roster, in order")
     if plan.key != inputs.key or len({cluster.state_root for cluster in plan.clusters}) > 1:
         raise BadPayload("the plan is of another round, or mixes clusters from different states")
-    if any(cluster.size == 0 for cluster in plan.clusters):
+    if not all(cluster.tokens for cluster in plan.clusters):
         raise BadPayload("the plan holds a cluster without members")
     for cluster in plan.clusters:
         if not verify(cluster.lead.peer, ClusterReady(plan.key, cluster).signed(), cluster.signature):
@@ -276,8 +272,10 @@ class ResolvedClusters:
     digest: bytes
     inputs: PlanInputs
     peers: tuple[PeerId, ...]  # the leads, in the order of mask bits and of summation
+    median: int  # `median_tokens` of all members
+    member_weights: tuple[tuple[float, ...], ...]  # of each cluster, as in `ResolvedPlan`
     weights: tuple[float, ...]  # of each cluster with all of its members
-    allowances: tuple[float, ...]  # as in `ResolvedPlan`, by the weight per member
+    allowances: tuple[float, ...]  # as in `ResolvedPlan`, of the means of clusters
 
     @property
     def robust(self) -> str:
@@ -310,13 +308,9 @@ class ResolvedClusters:
         """The clusters as the record names them."""
         return tuple(ClusterDigest(cluster.offers, cluster.size) for cluster in self.plan.clusters)
 
-    def weight(self, cluster: int, weights: Sequence[float], mask: int) -> float:
-        """The weight of a cluster in a chunk that holds these of its members: theirs, by `weights`, as far as the
-        cluster counts. A claim of the lead or of an aggregator does not enter.
-        """
-        tokens = self.plan.clusters[cluster].tokens
-        counted = math.fsum(weight for bit, weight in enumerate(weights) if mask >> bit & 1)
-        return counted * (self.weights[cluster] / tokens) if tokens else 0.0
+    def weight(self, cluster: int, mask: int) -> float:
+        """The weight of a cluster in a chunk that holds these of its members."""
+        return math.fsum(weight for bit, weight in enumerate(self.member_weights[cluster]) if mask >> bit & 1)
 
     def check_chunk(self, mask: int, members: bytes, before: bytes) -> None:
         """Refuse masks of a reduced chunk (`wire.Reduced`) that do not fit the plan, or hold a member that the chunk
@@ -347,23 +341,46 @@ def member_masks(members: bytes) -> list[int]:
     return [int.from_bytes(members[place : place + MASK_BYTES], "little") for place in at]
 
 
-def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedClusters:
-    """Derive what follows from a valid plan. A cluster counts for at most its size times what a member of the median
-    cluster does (`PlanInputs.max_weight`).
+def median_tokens(clusters: Sequence[Sequence[int]]) -> int:
+    """The tokens of the median member, from those of each cluster's members; 0 if none trained.
+
+    It is the smaller of two lower medians over the members that trained. In one each of them counts once, as in a flat
+    round. In the other each cluster counts once, and its members share that: so a lead that makes up associates, or
+    claims what they do not offer, counts once, too.
     """
-    spread = inputs.max_weight if inputs.robust == "mean" else 1.0
-    heads = [cluster.tokens / cluster.size for cluster in plan.clusters]
-    brought = [each for each in heads if each > 0]
-    cap = spread * median_low(brought) if brought else 0.0
-    counted = [min(each, cap) for each in heads]
+    working = [trained for tokens in clusters if (trained := [count for count in tokens if count])]
+    if not working:
+        return 0
+    whole = math.lcm(*map(len, working))
+    claims = sorted((count, whole // len(trained)) for trained in working for count in trained)
+    reached = itertools.accumulate(share for _, share in claims)
+    shared = next(count for (count, _), sum_ in zip(claims, reached, strict=True) if 2 * sum_ >= whole * len(working))
+    return min(shared, median_low(count for count, _ in claims))
+
+
+def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedClusters:
+    """Derive what follows from a valid plan. A member counts for at most `PlanInputs.max_weight` times the median
+    member of all clusters.
+    """
+    claims = [cluster.tokens for cluster in plan.clusters]
+    median, spread = median_tokens(claims), inputs.max_weight if inputs.robust == "mean" else 1.0
+    weights = tuple(planning.weights(tokens, spread, median) for tokens in claims)
     return ResolvedClusters(
         plan=plan,
         digest=clustered_digest(plan),
         inputs=inputs,
         peers=tuple(cluster.lead.peer for cluster in plan.clusters),
-        weights=tuple(each * cluster.size for each, cluster in zip(counted, plan.clusters, strict=True)),
-        allowances=planning.allowances(counted),
+        median=median,
+        member_weights=weights,
+        weights=tuple(map(math.fsum, weights)),
+        allowances=tuple(_allowance(each, median) for each in weights),
     )
+
+
+def _allowance(weights: Sequence[float], median: int) -> float:
+    """How many median norms the mean of a cluster may reach: the mean of what its members' norms may."""
+    whole = math.fsum(weights)
+    return math.fsum(weight * max(1.0, weight / median) for weight in weights) / whole if whole else 1.0
 
 
 # -- inside a cluster -------------------------------------------------------------------------------------------------
@@ -383,7 +400,8 @@ def resolve_cluster(clusters: ResolvedClusters, index: int, offers: Sequence[Off
         cut_seconds=outer.cut_seconds,
         budget_seconds=outer.budget_seconds,
     )
-    return replace(planning.resolve_plan(plan, inputs.robust, inputs.max_weight), digest=clusters.digest)
+    resolved = planning.resolve_plan(plan, inputs.robust, inputs.max_weight, clusters.median)
+    return replace(resolved, digest=clusters.digest)
 
 
 def aggregators(offers: Sequence[Offer], lead: PeerId, sizes: Sequence[int]) -> tuple[int, ...]:

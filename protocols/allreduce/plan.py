@@ -211,8 +211,10 @@ def plan_digest(plan: Plan) -> bytes:
     return hashlib.sha256(b"starling plan" + canonical_bytes(replace(plan, ballot=0, version=0, reducers=()))).digest()
 
 
-def resolve_plan(plan: Plan, robust: str = "mean", max_weight: float = MAX_WEIGHT) -> ResolvedPlan:
-    """Derive all that follows from a plan: weights, clip factors, clamped members.
+def resolve_plan(
+    plan: Plan, robust: str = "mean", max_weight: float = MAX_WEIGHT, median: float | None = None
+) -> ResolvedPlan:
+    """Derive all that follows from a plan: weights, clip factors, clamped members. `median`: see `weights`.
 
     No member counts for more than `max_weight` median members. With any rule but the mean none counts for more than
     one: a run that expects wrong vectors must expect wrong claims, too. A member is blamed only for a claim that no
@@ -220,7 +222,8 @@ def resolve_plan(plan: Plan, robust: str = "mean", max_weight: float = MAX_WEIGH
     """
     offers = plan.offers
     tokens, norms = [offer.tokens for offer in offers], [offer.norm for offer in offers]
-    plausible, counted = weights(tokens), weights(tokens, max_weight if robust == "mean" else 1.0)
+    plausible = weights(tokens, median=median)
+    counted = weights(tokens, max_weight if robust == "mean" else 1.0, median)
     clamped = []
     honest_factors = clip_factors(norms, allowances(plausible))
     for offer, weight, counts, factor in zip(offers, plausible, counted, honest_factors, strict=True):
@@ -325,13 +328,11 @@ NAMED_FACTOR = 0.5
 median."""
 
 
-def weights(tokens: Sequence[int], spread: float = CLAIM_SPREAD) -> tuple[float, ...]:
-    """Token weights, none above `spread` times the lower median of the positive ones."""
-    brought = [count for count in tokens if count > 0]
-    if not brought:
-        return tuple(0.0 for _ in tokens)
-    cap = spread * median_low(brought)
-    return tuple(float(min(count, cap)) for count in tokens)
+def weights(tokens: Sequence[int], spread: float = CLAIM_SPREAD, median: float | None = None) -> tuple[float, ...]:
+    """Token weights, none above `spread` times the `median`: by default the lower one of those that are positive."""
+    if median is None:
+        median = median_low([count for count in tokens if count > 0] or [0])
+    return tuple(float(min(count, spread * median)) for count in tokens)
 
 
 def allowances(weights: Sequence[float]) -> tuple[float, ...]:

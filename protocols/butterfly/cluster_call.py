@@ -217,7 +217,7 @@ class ClusteredStart(RoundStart):
         offers.sort(key=lambda offer: offer.member)
         cluster = clustered.make_cluster_offer(self._inputs, self._me, offers, is_complete)
         self._made = cluster, tuple(offers)
-        stand_in = replace(self._mine, tokens=cluster.tokens, complete=is_complete)
+        stand_in = replace(self._mine, tokens=_tokens(cluster), complete=is_complete)
         self._take(stand_in)
         self._announce(stand_in)
 
@@ -288,11 +288,16 @@ def _is_news(told: Offer, offer: Offer) -> bool:
     return offer.tokens >= GROWTH * max(1, told.tokens)
 
 
+def _tokens(cluster: ClusterOffer) -> int:
+    """A cluster's tokens in the call: all of them, but for a boast, beside which the others' work would be no news."""
+    return int(math.fsum(planning.weights(cluster.tokens)))
+
+
 def _stand_in(cluster: ClusterOffer) -> Offer:
     """A cluster's offer as that of a member."""
     return Offer(
         member=cluster.lead,
-        tokens=cluster.tokens,
+        tokens=_tokens(cluster),
         norm=0.0,
         step_seconds=cluster.step_seconds,
         complete=cluster.complete,

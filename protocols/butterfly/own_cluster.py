@@ -158,7 +158,6 @@ class OwnCluster:
             return replace(result, clusters=others)
         others.pop(whole.peers[self.index], None)
         own = [masks[self.index] for masks in chunks]
-        weights = [whole.weight(self.index, members.weights, 1 << bit) for bit in range(len(members.peers))]
         return replace(
             result,
             contributions={
@@ -166,7 +165,7 @@ class OwnCluster:
                 for bit, peer in enumerate(members.peers)
             },
             clusters=others,
-            weights=dict(zip(members.peers, weights, strict=True)),
+            weights=dict(zip(members.peers, members.weights, strict=True)),
             blamed=members.clamped,
             capped=members.capped,
         )

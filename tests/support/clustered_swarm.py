@@ -38,6 +38,7 @@ from tests.support.disguises import Disguise
 KEY = RoundKey(bytes(32), "run", b"l" * 32, 7)
 ROOT = b"r" * 32
 NORM = 100.0  # declared by all, so that no claim is clipped
+MAX_WEIGHT = 1.5  # some members count less than their tokens
 LOOK_SECONDS = 0.1
 PATIENCE_SECONDS = 2.0
 
@@ -63,7 +64,7 @@ class ClusteredSwarm(SimSwarm):
         idle: Sequence[PeerId] = (),
     ) -> None:
         super().__init__(latency_seconds=0.02, bytes_per_second=1e6)
-        self.settings = Settings(codec_name, (elements,), chunk, robust=robust)
+        self.settings = Settings(codec_name, (elements,), chunk, robust=robust, max_weight=MAX_WEIGHT)
         self.draw = random.Random(seed)
         leads, digits = [f"v{g:0{len(str(len(sizes) - 1))}}" for g in range(len(sizes))], len(str(max(sizes) - 1))
         self.clusters = [
@@ -94,7 +95,7 @@ class ClusteredSwarm(SimSwarm):
             self.settings.elements[0],
             one.encoded_bytes(1 << 20) / (1 << 20),
             robust=self.settings.robust,
-            max_weight=1e9,
+            max_weight=self.settings.max_weight,
             grain=one.grain,
             growth=lambda members: one.reduced(members).encoded_bytes(1 << 20) / one.encoded_bytes(1 << 20),
         )

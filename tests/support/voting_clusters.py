@@ -19,7 +19,7 @@ from protocols.base import AveragingResult, Contribution, Head, LocalProgress, M
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
 from protocols.consensus.record import Record, coordinators
-from tests.support.clustered_swarm import KEY, NORM, ROOT, ClusteredSwarm
+from tests.support.clustered_swarm import KEY, MAX_WEIGHT, NORM, ROOT, ClusteredSwarm
 
 CALL_SECONDS = 0.5
 ROUND_SECONDS = 120.0
@@ -32,7 +32,7 @@ class VotingClusters(ClusteredSwarm):
 
     def __init__(self, *sizes: int, elements: int = 300) -> None:
         super().__init__(*sizes, elements=elements)
-        self.settings = Settings("fp32", (elements,), 50, clusters=True, max_weight=1e9, voters=len(sizes))
+        self.settings = Settings("fp32", (elements,), 50, clusters=True, max_weight=MAX_WEIGHT, voters=len(sizes))
         self.voters = [each[0] for each in self.clusters]
         self.head = Head(KEY, tuple(Member(voter) for voter in self.voters), ROOT, ROOT)
         self.order = coordinators(KEY.lineage, self.head.roster)

@@ -222,15 +222,27 @@ def clamping() -> Hostile:
 
 @simulated(clamping)
 async def test_boast_does_not_keep_later_offers_of_its_cluster_back(peers: Hostile) -> None:
-    """As the only claim so far it is not clamped. Later the cluster offers less, which is news as well."""
+    """As the only claim so far it counts whole. Later it counts as a plausible one, which is news as well."""
     lead = await peers.settled()
     call = peers.call(lead)
     call.on_cluster_offer("a0", peers.offer("a0", lead, tokens=10**9, complete=False))
-    assert call._clusters[lead].tokens == 10**9
+    assert call._clusters[lead].tokens == (10**9, 0)
     await asyncio.sleep(0.5)
-    assert 0 < call._clusters[lead].tokens < 1000
+    assert call._clusters[lead].tokens[0] == 10**9 and 0 < call._clusters[lead].tokens[1] < 1000
     coordinator = peers.call(next(voter for voter in call._order[:2] if voter != lead))
     assert coordinator._clusters[lead] == call._clusters[lead]
+
+
+@simulated(clamping)
+async def test_weights_go_by_the_median_member_of_all_clusters(peers: Hostile) -> None:
+    """One slow associate does not clamp the work of a lead that is alone with it."""
+    peers.tokens = dict.fromkeys(peers.names, 400) | {"a0": 30, "v0": 2000}
+    await peers.until(3)
+    results = [peers.results[name][3] for name in peers.names]
+    for result in results:
+        assert all(result.weights[peer] == min(peers.tokens[peer], 1200) for peer in result.contributions)
+        assert result.capped == ({"v0": 2000} if "v0" in result.contributions else {}) and not result.blamed
+    assert {peer for result in results for peer in result.weights} == set(peers.names)
 
 
 @simulated(Hostile, 3, 3)
@@ -238,7 +250,7 @@ async def test_cluster_of_another_or_forged_is_refused(peers: Hostile) -> None:
     await peers.until(2)
     await asyncio.sleep(0.3)
     call, key = peers.call("v0"), peers.chains["v0"].head.key
-    made = ClusterOffer(Member("v1"), 2, 1, 0.1, 1e6, 1e6, True, False, ROOT, bytes(32), b"")
+    made = ClusterOffer(Member("v1"), (1, 0), 0.1, 1e6, 1e6, True, False, ROOT, bytes(32), b"")
 
     def ready(lead: Member, signer: PeerId) -> ClusterReady:
         message = ClusterReady(key, replace(made, lead=lead))
