@@ -246,14 +246,14 @@ async def test_weights_go_by_the_median_member_of_all_clusters(peers: Hostile) -
 
 
 @simulated(Hostile, 3, 3)
-async def test_cluster_of_another_or_forged_is_refused(peers: Hostile) -> None:
+async def test_cluster_of_another_forged_or_empty_is_refused(peers: Hostile) -> None:
     await peers.until(2)
     await asyncio.sleep(0.3)
     call, key = peers.call("v0"), peers.chains["v0"].head.key
     made = ClusterOffer(Member("v1"), (1, 0), 0.1, 1e6, 1e6, True, False, ROOT, bytes(32), b"")
 
-    def ready(lead: Member, signer: PeerId) -> ClusterReady:
-        message = ClusterReady(key, replace(made, lead=lead))
+    def ready(lead: Member, signer: PeerId, tokens: tuple[int, ...] = (1, 0)) -> ClusterReady:
+        message = ClusterReady(key, replace(made, lead=lead, tokens=tokens))
         signature = SimSigner(signer, peers.seed).sign(message.signed())
         return replace(message, offer=replace(message.offer, signature=signature))
 
@@ -263,6 +263,7 @@ async def test_cluster_of_another_or_forged_is_refused(peers: Hostile) -> None:
         ("a0", ready(Member("a0"), "a0")),
         ("v1", ready(Member("v1", 1), "v1")),
         ("v1", ready(Member("v1"), "v2")),
+        ("v1", ready(Member("v1"), "v1", ())),
     ]:
         with pytest.raises(BadPayload):
             call.on_cluster_offer(peer, message)
