@@ -19,6 +19,7 @@ from node.membership.hello import (
     Hello,
     HelloRejected,
     Placement,
+    SeatsView,
     StageSeat,
     StageTeam,
     signed_part,
@@ -139,6 +140,14 @@ class HandshakeProtocol:
             raise BadPayload("greets without a signature of its own")
         if self._local.stage:
             self._local.stage.seats.judge(hello)
+
+    def rejection(self, hello: Hello, why: str) -> HelloRejected:
+        """The answer to a greeting that `check` has refused."""
+        stage = self._local.stage
+        if stage is None or hello.run != self._local.run:
+            return HelloRejected(why[:200])
+        view = SeatsView(stage.seat.stage, stage.seats.shown())
+        return HelloRejected(why[:200], seats=stage.seats.line(hello.stage), view=(view,))
 
     async def exchange(
         self, contact: PeerRecord, stream: Stream, on_refusal: Callable[[PeerId, HelloRejected], None]

@@ -31,7 +31,7 @@ BOOTSTRAP_METHOD = "starling/entry/1"
 PASS_METHOD = "starling/pass/1"  # the only one that a private run serves to strangers
 SEAT_METHOD = "starling/seat/1"
 
-VERSION = 7
+VERSION = 8
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
 ANY_STAGE = MAX_STAGES  # in `WantStage`: the joiner leaves the choice to the others
@@ -137,6 +137,22 @@ class Welcome(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class ShownSeat:
+    """A seat with a base that counts for the sender."""
+
+    stage: int = uint(MAX_STAGES - 1)
+    digest: bytes = blob(SHOWN_BYTES)  # the first bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SeatsView:
+    """The seats that count for the sender, as its heartbeats show them to peers that it does not refuse."""
+
+    stage: int = uint(MAX_STAGES - 1)  # the sender's
+    seats: tuple[ShownSeat, ...] = optional(one(ShownSeat), MAX_STAGES)
+
+
+@dataclass(frozen=True, slots=True)
 class HelloRejected(Header):
     """The sender refuses the receiver. `other`: the signed greeting of another process with the receiver's identity.
 
@@ -146,6 +162,7 @@ class HelloRejected(Header):
     why: str = text(200)
     other: tuple[Hello, ...] = optional(one(Hello), 1)
     seats: tuple[StageSeat, ...] = optional(one(StageSeat), MAX_STAGES)
+    view: tuple[SeatsView, ...] = last(list_of(one(SeatsView), 1), ())  # in a run with stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +180,6 @@ class Placement:
     arrived: int = uint(1 << 40)  # training rounds of the run when it moved to its stage; 0: it has not moved
     member: bool = flag()  # whether it is in the roster of its stage
     held: tuple[int, ...] = optional(uint(1 << 40), MAX_STAGES)  # rounds in each backup of `holds`, lowest stage first
-
-
-@dataclass(frozen=True, slots=True)
-class ShownSeat:
-    """A seat with a base that counts for the sender."""
-
-    stage: int = uint(MAX_STAGES - 1)
-    digest: bytes = blob(SHOWN_BYTES)  # the first bytes
 
 
 @dataclass(frozen=True, slots=True)

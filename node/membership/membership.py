@@ -424,8 +424,8 @@ class Membership:
         if self._local.stage:
             self._local.stage.seats.add(refusal.seats)
             self.drop_unseated()
-            if (contact := self._contacts.get(peer)) and refusal.seats:
-                contact.refusal = refusal.seats[0], asyncio.get_running_loop().time()
+            if contact := self._contacts.get(peer):
+                contact.refusal = refusal, asyncio.get_running_loop().time()
         for other in refusal.other:
             if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses this peer for another incarnation of it that it cannot prove")
@@ -496,9 +496,7 @@ class Membership:
             self._handshake.check(peer, hello)
         except BadPayload as error:
             self._refuse(peer, str(error))
-            stage = self._local.stage if hello.run == self._local.run else None
-            seats = stage.seats.line(hello.stage) if stage else ()
-            return await stream.send(HelloRejected(str(error)[:200], seats=seats))
+            return await stream.send(self._handshake.rejection(hello, str(error)))
         contact = self.add_candidate(peer, hello.addresses)
         if contact is None:
             return await stream.send(HelloRejected("this peer knows too many others"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from node.membership.failure_detector import FailureDetector
-from node.membership.hello import STAYS, UNPLACED, Heartbeat, Hello, Placement, StageSeat, StageTeam, sound
+from node.membership.hello import STAYS, UNPLACED, Heartbeat, Hello, HelloRejected, Placement, StageTeam, sound
 from node.outer.activity import Activity
 from protocols.base import Member, PeerId
 
@@ -44,7 +44,7 @@ class PeerRecord:
     answered_at: float = -math.inf  # when this peer sent that heartbeat
     offset_seconds: float = 0.0  # its wall clock minus this peer's
     round_trip_seconds: float = 0.0
-    refusal: tuple[StageSeat, float] | None = None  # the seat for which it has refused this peer, and when
+    refusal: tuple[HelloRejected, float] | None = None  # its latest refusal of this peer, and when
     introduced_by: PeerId = ""
     unwatched: bool = False  # in a run of many peers, neither of the two watches the other: it may be alive
     crowded_until: float = 0.0  # until then it has no room for this peer, as it says

@@ -5,8 +5,8 @@ its seat. Each endorses one seat of a number, if it has seen no member of the st
 before it answers. With the endorsements of most of them the holder moves there, as `move` does, and starts the stage's
 chain anew: in a scope of its own, from the backup, with the number of training rounds that the run has by now.
 
-Peers that were apart may know different seats of a stage. The one counts that most live drivers show; its heartbeats
-say it. A peer of a seat that does not count leaves its stage, and asks for one again.
+Peers that were apart may know different seats of a stage. The one counts that most live drivers show: heartbeats
+and refusals say it. A peer of a seat that does not count leaves its stage, and asks for one again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,9 +29,11 @@ from node.membership.hello import (
     SHOWN_BYTES,
     Endorsed,
     Endorsement,
+    HelloRejected,
     ReseatRefused,
     ReseatRequest,
     SeatBase,
+    SeatsView,
     StageSeat,
 )
 from node.membership.membership import Membership
@@ -341,23 +343,36 @@ class StageRefill:
             self._membership.drop_unseated()
 
     def _count(self, stage: int) -> Counter[bytes]:
-        """How many live drivers show which seat of a stage; of stage 0, how many peers of others.
+        """How many drivers show which seat of a stage; of stage 0, how many peers of others.
 
         If there are none, how many peers have refused this one for it.
         """
         votes: Counter[bytes] = Counter()
-        for each in self._membership.contacts():
-            if each.here and each.stage is not None and (each.stage == 0) == (stage != 0):
-                votes[next((shown.digest for shown in each.said.seats if shown.stage == stage), b"")] += 1
-        if (self._stage == 0) == (stage != 0):
-            votes[next((shown.digest for shown in self._seats.shown() if shown.stage == stage), b"")] += 1
+        for view in self._views():
+            if (view.stage == 0) == (stage != 0):
+                votes[next((shown.digest for shown in view.seats if shown.stage == stage), b"")] += 1
         return votes or self._refusals(stage)
 
-    def _refusals(self, stage: int) -> Counter[bytes]:
+    def _views(self) -> Iterator[SeatsView]:
+        """What this peer shows, the peers that are live here, and those that refuse it: peers that know other seats
+        refuse each other, and no side may count itself alone.
+        """
+        yield SeatsView(self._stage, self._seats.shown())
+        for each in self._membership.contacts():
+            if each.here and each.stage is not None:
+                yield SeatsView(each.stage, each.said.seats)
+        for refusal in self._latest_refusals():
+            yield from refusal.view
+
+    def _latest_refusals(self) -> list[HelloRejected]:
         latest = loop_time() - REFUSAL_SECONDS
         found = [each.refusal for each in self._membership.contacts() if each.refusal and not each.live]
-        seats = [seat for seat, when in found if when > latest and seat.stage == stage]
-        return Counter(self._seats.digest(seat)[:SHOWN_BYTES] if seat.base else b"" for seat in seats)
+        return [refusal for refusal, when in found if when > latest]
+
+    def _refusals(self, stage: int) -> Counter[bytes]:
+        seats = [refusal.seats[0] for refusal in self._latest_refusals() if refusal.seats]
+        of_stage = [seat for seat in seats if seat.stage == stage]
+        return Counter(self._seats.digest(seat)[:SHOWN_BYTES] if seat.base else b"" for seat in of_stage)
 
     # -- what the user sees -------------------------------------------------------------------------------------------
 

@@ -9,9 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from node.membership.hello import UNPLACED, VERSION, Hello, SeatBase, StageSeat
+from node.membership.hello import (
+    UNPLACED,
+    VERSION,
+    Hello,
+    HelloRejected,
+    SeatBase,
+    SeatsView,
+    ShownSeat,
+    StageSeat,
+)
 from node.membership.peer_record import NOTHING_SAID, PeerRecord
-from node.session.stage_refill import COMING_SECONDS, NEW_SECONDS, Promises, StageRefill
+from node.session.stage_refill import COMING_SECONDS, NEW_SECONDS, REFUSAL_SECONDS, Promises, StageRefill
 from protocols.aio import loop_time
 from protocols.base import Member
 from tests.support.simulated import on_virtual_time
@@ -113,3 +122,21 @@ async def test_stage_began_again_once_its_first_member_is_there(first: str, know
     record = SimpleNamespace(member=Member("a", known))
     membership.contact = lambda peer: record if peer == "a" else None
     assert watching.describe() == f"stage 1 {begun} again after 5 rounds: 2 lost"
+
+
+@on_virtual_time
+async def test_peers_that_refuse_this_one_vote_on_seats() -> None:
+    """Drivers vote on the seats of other stages, and the peers of these on the drivers' seat."""
+    shown = (ShownSeat(0, b"0 again"), ShownSeat(1, b"1 again"))
+    here = contact(live=True, member=True)  # in stage 1, and shows no seat that began again
+    refusing = [
+        PeerRecord(str(stage), refusal=(HelloRejected("", view=(SeatsView(stage, shown),)), loop_time()))
+        for stage in (0, 1, 1)
+    ]
+    watching = refill(here, *refusing)
+    seats: Any = watching._seats
+    seats.shown = lambda: ()
+    assert watching._count(0) == {b"": 1, b"0 again": 2}
+    assert watching._count(1) == {b"": 1, b"1 again": 1}
+    await asyncio.sleep(REFUSAL_SECONDS + 1.0)
+    assert watching._count(0) == watching._count(1) == {b"": 1}

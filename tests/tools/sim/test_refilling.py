@@ -6,7 +6,7 @@ import pytest
 
 from node.session.stage_refill import StageRefill
 from tests.sim import refilling
-from tests.sim.refilling import come_back, refill
+from tests.sim.refilling import apart, come_back, refill
 from tests.support.long import long
 
 
@@ -20,6 +20,12 @@ def test_lost_stage_begins_again_whoever_dies_on_the_way(dies_at: int) -> None:
 @pytest.mark.parametrize("after_seconds", long(60.0, 124.0))
 def test_former_members_join_the_seat_that_counts(after_seconds: float) -> None:
     assert not come_back(after_seconds).wrong
+
+
+@pytest.mark.long
+def test_two_sides_that_each_began_another_stage_again_agree() -> None:
+    """Each side refuses the other, so that no driver is live at both."""
+    assert not apart(10).wrong
 
 
 @pytest.mark.long
