@@ -38,4 +38,4 @@ def test_planted_faults_of_a_refill_are_found(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.long
 def test_refill_survives_deaths_and_partitions() -> None:
     """Peers that were apart agree on one seat, too."""
-    assert refilling.main(["--every", "6", "--partitions", "3"]) == 0
+    assert refilling.main(["--every", "9", "--partitions", "3"]) == 0
