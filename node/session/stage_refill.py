@@ -326,14 +326,9 @@ class StageRefill:
         is_lost = seat.stage != self._stage and self.lost_seconds(seat.stage) >= AGREE_SECONDS
         return is_lost and 2 * len(known) > min(len(outside), MAX_ELECTORS)
 
-    def _goes_to(self, stage: int) -> bool:
-        """Whether this peer is on its way to a seat of its own, which others hear of once it is there."""
-        known = self._seats.known.get(stage)
-        return known is not None and known.member.peer == self._me.peer and self._promises.is_fresh(stage)
-
     def _settle(self, stage: int) -> None:
         """Follow most drivers, once they have shown the same for a while."""
-        if not self._seats.has_rivals(stage) or self._goes_to(stage):
+        if not self._seats.has_rivals(stage):
             self._votes.pop(stage, None)
             return
         votes, now = dict(self._count(stage)), loop_time()

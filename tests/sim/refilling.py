@@ -140,17 +140,9 @@ class RefillingWorld(MovingWorld):
         return [member for member in super().roster(stage) if self.disks[member.peer].has_begun]
 
     def _leave(self, peer: PeerId, membership: Membership, target: asyncio.Future[int], to: int) -> None:
-        """At the end of the round, which takes long where a stage is lost. Until then others do not know the seat."""
+        """At the end of the round, which takes long where a stage is lost."""
         leave = partial(super()._leave, peer, membership, target, to)
-
-        def end() -> None:
-            if target.cancelled():
-                return
-            if not self.side and self.entrances[peer].seats.known[to].member.peer != peer:
-                self.wrong.append(Violation("seat", peer, 0, f"gives up its own seat of stage {to} on its way there"))
-            leave()
-
-        asyncio.get_running_loop().call_later(3 * ROUND_SECONDS, end)
+        asyncio.get_running_loop().call_later(3 * ROUND_SECONDS, lambda: target.cancelled() or leave())
 
     def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
         if self.asked_at is None or peer != self.first:
