@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import thousand, thousand_swarms
+from tests.support.long import long
 
 
 def test_mean_of_clusters_is_that_of_all_work(
@@ -25,3 +26,11 @@ def test_mean_of_clusters_is_that_of_all_work(
     thousand.main(["faults", "--peers", "12", "--rounds", "1"])
     hit = json.loads(capsys.readouterr().out)
     assert hit["died"] == 1 and hit["roots"] == 1 and hit["lost"] <= 2 / 12
+
+
+@pytest.mark.parametrize("peers, voters", long((100, 5)))
+def test_calm_round_of_full_clusters_loses_no_work(monkeypatch: pytest.MonkeyPatch, peers: int, voters: int) -> None:
+    """Beyond 96 peers most do not see each other, and plans come to some clusters long after others."""
+    monkeypatch.setattr(thousand_swarms, "VOTERS", voters)
+    found = thousand.clusters(peers, rounds=1)
+    assert found.root and found.lost == 0.0 and (found.error or 0.0) <= 1e-6
