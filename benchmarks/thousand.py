@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks.thousand_swarms import ELEMENTS, TRAIN_SECONDS, VOTERS, WITHIN, FaultyThousand, Independent, Thousand
 from tests.sim.arguments import Parser, at_least_one
@@ -148,8 +149,8 @@ COLUMNS = (
     " | error |"
 )
 PUBLISHED = {"Moshpit's paper, 1,024 peers": 2 * 2.0 * 31 / 32}
-"""Two rounds in groups of 32 (Ryabinin et al. 2021, without failures), each of which takes 2 · 31/32 vectors. Plexus
-(Dhasade et al. 2025) has no mean of all: in each round a sample of its up to 1,000 nodes trains."""
+"""Two rounds in groups of 32 (Ryabinin et al. 2021, without failures), each of which takes 2 · 31/32 vectors."""
+NOT_DRAWN = "Plexus (Dhasade et al. 2025) has no mean of all: in each round a sample of its up to 1,000 nodes trains"
 
 
 def line(cost: Cost) -> str:
@@ -188,27 +189,33 @@ def misses(costs: Sequence[Cost]) -> list[str]:
 
 
 def draw(costs: Sequence[Cost], file: Path) -> None:
-    """Bytes and seconds until all hold a mean of all. Raises OSError if the file cannot be written, ValueError without
-    figures.
+    """Bytes, messages and seconds until all hold a mean of all. Raises OSError if the file cannot be written, and
+    ValueError without figures.
     """
     if not costs:
         raise ValueError("it holds no figures")
-    figure = Figure(figsize=(10.0, 4.0), dpi=130, layout="constrained")
+    figure = Figure(figsize=(11.0, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle("Until all peers hold a mean of all within 1 %")
     sizes = sorted({cost.peers for cost in costs})
-    titles = {"sent": "vectors that a peer sends", "seconds": "virtual seconds"}
-    for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+    titles = {"sent": "vectors that a peer sends", "frames": "messages that a peer sends", "seconds": "virtual seconds"}
+    panels = dict(zip(titles, figure.subplots(1, len(titles)), strict=True))
+    for kind, axes in panels.items():
         for protocol in dict.fromkeys(cost.protocol for cost in costs):
             mine = [cost for cost in costs if cost.protocol == protocol and math.isfinite(cost.seconds)]
             places = sorted((cost.peers, getattr(cost, kind)) for cost in mine)
             axes.plot([peers for peers, _ in places], [value for _, value in places], marker="o", label=protocol)
-        for name, vectors in PUBLISHED.items() if kind == "sent" else ():
-            axes.plot([1024], [vectors], marker="*", markersize=11, linestyle="", color="#444444", label=name)
-        axes.set(xscale="log", yscale="log", title=f"{title} until all hold the mean within 1 %", xlabel="peers")
+        axes.set(xscale="log", yscale="log", title=titles[kind], xlabel="peers")
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter("")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+    for name, vectors in PUBLISHED.items():
+        panels["sent"].plot([1024], [vectors], marker="*", markersize=11, linestyle="", color="#444444", label=name)
+    handles, labels = panels["sent"].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, title=NOT_DRAWN)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
 
