@@ -1,12 +1,14 @@
 """One mean of a thousand peers: what it costs each of them, and how long it takes, beside gossip and Moshpit.
 
     python -m benchmarks.thousand [--peers 32 256 1000] [--protocols clusters gossip moshpit] [--rounds 3] [--json FILE]
+                                  [--elements 65536] [--chunks 1]
     python -m benchmarks.thousand faults [--peers 1000] [--rounds 3]
     python -m benchmarks.thousand plot --json FILE --file build/thousand.png
 
 Simulated peers (`tests.sim`) with lines of 8 Mbit/s and messages that take 20 ms, in virtual time. Vectors of 256 KB of
-float32, all frames are real; heartbeats are not sent. Each play ends when all hold a mean of all within 1 %; a round of
-clusters that lost too much work for that says so.
+float32 and one chunk a part, with clusters of `--elements` and `--chunks`; all frames are real; heartbeats are not
+sent. Each play ends when all hold a mean of all within 1 %; a round of clusters that lost too much work for that says
+so.
 
 clusters  32 voters, and the others behind them, which have their leads when they begin. Rounds are measured from the
           first mean of all on, each with a second of training. Checked: one state root, and each element against the
@@ -61,8 +63,8 @@ class Cost:
     cpu_seconds: float = 0.0  # of the simulation
 
 
-def clusters(peers: int, rounds: int = ROUNDS, chunks: int = 1) -> Cost:
-    cpu, swarm, first, lost = time.process_time(), Thousand(peers, chunks=chunks), 0, list[float]()
+def clusters(peers: int, rounds: int = ROUNDS, elements: int = ELEMENTS, chunks: int = 1) -> Cost:
+    cpu, swarm, first, lost = time.process_time(), Thousand(peers, elements, chunks), 0, list[float]()
 
     async def main() -> None:
         nonlocal first
@@ -79,7 +81,7 @@ def clusters(peers: int, rounds: int = ROUNDS, chunks: int = 1) -> Cost:
     return Cost(
         protocol="clusters",
         peers=peers,
-        sent=fmean(sent for *_, sent in spans) / rounds / (4 * ELEMENTS),
+        sent=fmean(sent for *_, sent in spans) / rounds / (4 * elements),
         frames=fmean(frames),
         most_frames=max(frames),
         seconds=median(seconds) if error <= WITHIN else math.nan,
@@ -226,6 +228,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=at_least_one, nargs="+", help="default 32 256 1000; of faults 1000")
     parser.add_argument("--protocols", choices=PROTOCOLS, nargs="+", default=PROTOCOLS, help="default: all")
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, help="of clusters (default %(default)s)")
+    parser.add_argument("--elements", type=at_least_one, default=ELEMENTS, help="of clusters (default %(default)s)")
+    parser.add_argument("--chunks", type=at_least_one, default=1, help="of a part, of clusters (default %(default)s)")
     parser.add_argument("--json", type=Path, help="written, and read by plot")
     parser.add_argument("--file", type=Path, default=Path("build/thousand.png"), help="of plot (default %(default)s)")
     options = parser.parse_args(arguments)
@@ -254,7 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     costs = []
     for peers in options.peers:
         for protocol in options.protocols:
-            cost = clusters(peers, options.rounds) if protocol == "clusters" else independent(protocol, peers)
+            if protocol == "clusters":
+                cost = clusters(peers, options.rounds, options.elements, options.chunks)
+            else:
+                cost = independent(protocol, peers)
             costs.append(cost)
             print(line(cost), flush=True)
             if options.json:

@@ -15,11 +15,10 @@ def test_mean_of_clusters_is_that_of_all_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Element by element, within what sums in float32 lose; and those that a fault spares hold one state."""
-    for name, value in (("VOTERS", 4), ("ELEMENTS", 4096)):
-        monkeypatch.setattr(thousand, name, value)
-        monkeypatch.setattr(thousand_swarms, name, value)
+    monkeypatch.setattr(thousand_swarms, "VOTERS", 4)
     file = tmp_path / "found.json"
-    thousand.main(["--peers", "12", "--protocols", "clusters", "--rounds", "1", "--json", str(file)])
+    peers = ["--peers", "12", "--elements", "4096", "--chunks", "2"]
+    thousand.main([*peers, "--protocols", "clusters", "--rounds", "1", "--json", str(file)])
     (found,) = json.loads(file.read_text())
     assert found["root"] and found["counted"] == 12 and found["error"] <= 1e-6
     capsys.readouterr()
