@@ -25,6 +25,7 @@ from protocols.base import (
     LocalProgress,
     Outcome,
     PeerFault,
+    PeerId,
     Trainer,
 )
 from protocols.consensus.messages import Certificate
@@ -63,11 +64,13 @@ class ReplicatedOuterLoop(OuterLoop):
         overlaps: bool = False,
         alone: Meanwhile | None = None,
         least_members: Callable[[], int] = lambda: 1,
+        lead: Callable[[], PeerId] = str,
     ) -> None:
         """With `overlaps`, training continues while a round averages (`node.outer.overlap`). Without, `alone` trains
         meanwhile if the decision may take long, because the roster's majority is gone.
 
-        As the only member, this peer trains once others would make the roster as large as `least_members` says.
+        As the only member, this peer trains once others would make the roster as large as `least_members` says. `lead`
+        returns the member through which its work counts while it is none itself; empty: there is none.
         """
         me = averager.me
         super().__init__(me, state=state, trainer=trainer, wall=wall, snapshots=snapshots, checkpoints=checkpoints)
@@ -77,7 +80,7 @@ class ReplicatedOuterLoop(OuterLoop):
         self._delta, self._mean = state.anchor.new_empty(size), state.anchor.new_empty(size)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of this peer that the round counted
         self._overlaps, self._average_seconds = overlaps, 0.0  # of the last decided round
-        self._alone, self._least_members = alone, least_members
+        self._alone, self._least_members, self._lead = alone, least_members, lead
         self._since: float | None = None  # when the overlapped work began that the next round starts from
 
     def recall(self, counted: Mapping[bytes, int]) -> None:
@@ -221,7 +224,8 @@ class ReplicatedOuterLoop(OuterLoop):
         progress = partial(self._show_progress, "averaging")
         overlaps = self._overlaps and self._average_seconds >= work.step_seconds
         train = partial(self.trainer.train, following, progress=progress) if overlaps else self._alone
-        ends = self.leaving or self.last_round or self.me not in head.roster
+        counts = self.me in head.roster or bool(self._lead())
+        ends = self.leaving or self.last_round or not counts
         if not train or ends or len(head.roster) == 1:
             yield overlap
             return

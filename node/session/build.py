@@ -324,8 +324,9 @@ class SessionBuilder:
         )
         ties = {"lineage_of": chain.lineage_of} if settings.clusters else {}
         butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear, **ties)
+        lead: Callable[[], PeerId] = str
         if settings.clusters:
-            self._peer.tracker.lead = lambda: butterfly.lead
+            self._peer.tracker.lead = lead = lambda: butterfly.lead
             self._ties, self._followers = butterfly.ties, butterfly.followers
         loop = ReplicatedOuterLoop(
             chain,
@@ -338,6 +339,7 @@ class SessionBuilder:
             overlaps=settings.overlaps,
             alone=pipeline.trainer.train_alone if pipeline else None,
             least_members=least_members,
+            lead=lead,
         )
         if pipeline:
             pipeline.change = lambda: loop.change

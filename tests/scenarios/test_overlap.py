@@ -40,7 +40,10 @@ class Steady(World):
         return OuterSGD(1.0, 0.0)
 
 
-def steady(rounds: int, seed: int, overlaps: bool = True, fragments: int = 1) -> tuple[Outcome, Steady]:
+def steady(
+    rounds: int, seed: int, overlaps: bool = True, fragments: int = 1, voters: int = 0
+) -> tuple[Outcome, Steady]:
+    """With `voters`, the others contribute through them."""
     worlds: list[Steady] = []
 
     def made(scenario: Scenario) -> Steady:
@@ -49,7 +52,8 @@ def steady(rounds: int, seed: int, overlaps: bool = True, fragments: int = 1) ->
 
     scenario = Scenario(peers=3, rounds=rounds, seed=seed, codec="fp32", elements=10, inner_steps=20, jitter=False)
     even = replace(scenario, uplinks=(1.25e6,) * 3, step_seconds=(STEP_SECONDS,) * 3)
-    return play(replace(even, overlaps=overlaps, fragments=fragments), made), worlds[0]
+    way = replace(even, overlaps=overlaps, fragments=fragments, voters=voters, clusters=voters > 0)
+    return play(way, made), worlds[0]
 
 
 @pytest.mark.parametrize(("seed", "fragments"), [(0, 3), *long((0, 1), (3, 1), (3, 2), (3, 4))])
@@ -79,6 +83,19 @@ def test_overlapped_run_takes_less_time() -> None:
     waited = sum(r["seconds_average"] + r["seconds_wait"] for r in plain.histories["p0"])
     ends = [outcome.histories["p0"][-1]["time"] for outcome in (plain, overlapped)]
     assert ends[0] - ends[1] > waited / 2
+
+
+@pytest.mark.parametrize("fragments", [3, *long(1)])
+def test_associate_trains_on_as_members_do(fragments: int) -> None:
+    """From its first round with a lead on. Its work counts as theirs does."""
+    outcome, _ = steady(9, 6, fragments=fragments, voters=2)
+    assert not outcome.violations
+    reports = outcome.reports("committed")
+    late = [report for report in reports if report["round"] > 3]
+    assert {report["contributors"] for report in late} == {3}
+    counted = [sum(report["weight"] for report in late if report["peer"] == peer) for peer in ("p0", "p1", "p2")]
+    assert min(counted) > 0.85 * max(counted)
+    assert all(r["seconds_overlap"] > 0 for r in reports if r["peer"] == "p2" and 0 < r["round"] < 8)
 
 
 def test_round_of_a_fragment_sends_its_share() -> None:
