@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -166,8 +166,8 @@ class RunConfig:
         "Peers that such a minority must have, at least; butterfly only.", 1
     )
     clusters: bool | None = described(
-        "With butterfly, without stages: whether the work of peers outside the roster counts, too, through a member "
-        "of it each (docs/protocols.md). left out: they only follow.",
+        "Whether the work of peers outside the roster counts, too, through a member of it each (docs/protocols.md). "
+        "Default: true with butterfly, without stages, codec topk and a robust rule. false: they only follow.",
         None,
     )
     voters: Annotated[int | None, Field(ge=MIN_VOTERS, le=MAX_ROSTER)] = described(
@@ -223,20 +223,12 @@ class RunConfig:
         self._check_stages()
 
     def _check_clusters(self) -> None:
+        prevents = next(_prevent_clusters(asdict(self)), "")
+        if self.clusters and prevents:
+            raise ValueError(f"clusters and {prevents} do not go together: leave one of them out")
         if self.voters is not None and not self.clusters:
-            raise ValueError("voters is for runs with clusters: also set clusters = true, or leave it out")
-        if not self.clusters:
-            return
-        unable = {
-            f"protocol {self.protocol}": self.protocol != "butterfly",
-            "stages": self.stages > 1,
-            f"codec {self.codec}": self.codec == "topk",
-            f"robust {self.robust}": self.robust != "mean",
-            "recipe.overlap": self.recipe.overlaps,
-            "recipe.fragments": bool(self.recipe.fragments),
-        }
-        if given := next((name for name, is_given in unable.items() if is_given), ""):
-            raise ValueError(f"clusters and {given} do not go together: leave one of them out")
+            why = f"not for {prevents}" if prevents else "also set clusters = true, or leave it out"
+            raise ValueError(f"voters is for runs with clusters: {why}")
 
     def _check_recipe(self) -> None:
         if self.recipe.outer_pull and self.protocol != "gossip":
@@ -396,11 +388,21 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+def _prevent_clusters(values: Mapping[str, Any]) -> Iterator[str]:
+    """The settings with which a run has no clusters."""
+    usual = {"protocol": _PROTOCOL, "stages": 1, "robust": "mean"}
+    yield from (f"{name} {values[name]}" for name, value in usual.items() if values.get(name, value) != value)
+    if values.get("codec") == "topk":
+        yield "codec topk"
+
+
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the largest weight and the values of the preset, and drop the tables of other tasks."""
+    """Add the largest weight, clusters and the values of the preset, and drop the tables of other tasks."""
     task = values.setdefault("task", "gpt")
     if values.get("protocol", _PROTOCOL) in _RULED and values.get("robust", "mean") == "mean":
         values.setdefault("max_weight", MAX_WEIGHT)
+    if not any(_prevent_clusters(values)):
+        values.setdefault("clusters", True)
     gpt, paced, hf, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and (names.is_own(task) or task == names.LOOP):
         return {**values, "options": options, "recipe": {**_RECIPE_OF_MODELS, **values["recipe"]}}

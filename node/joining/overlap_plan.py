@@ -31,7 +31,7 @@ def choose_overlap(config: RunConfig, bytes_per_second: float, timer: Callable[[
     """
     recipe = config.recipe
     is_open = recipe.overlap is None and recipe.fragments is None and config.protocol == "butterfly"
-    is_open &= config.stages == 1 and not config.clusters  # with these, neither is possible
+    is_open &= config.stages == 1  # with stages, neither is possible
     if not is_open or not config.elements or not (step_seconds := _step_seconds(config, timer)):
         return config, ""
     size = codec(config.codec).encoded_bytes(config.elements)

@@ -258,7 +258,7 @@ class World(SimSwarm):
             overlaps=self.scenario.overlaps,
             alone=getattr(trainer, "train_alone", None),
             least_members=settings.least_members,
-            **({"lead": lambda: averager.lead} if settings.clusters else {}),
+            lead=lambda: str(averager.lead) if settings.clusters else "",
         )
         return outer_loop, sync
 

@@ -149,6 +149,14 @@ def test_new_runs_cap_weights_and_older_ones_keep_their_bound() -> None:
     assert replace(run(), max_weight=None).weight_limit == 16.0
 
 
+def test_new_runs_have_clusters_unless_a_setting_prevents_it() -> None:
+    """Runs that say nothing were begun before there were any."""
+    assert run().clusters and run({"voters": 8}).clusters and run({"recipe.overlap": "keep"}).clusters
+    for settings in ({"protocol": "moshpit"}, {"robust": "krum"}, {"codec": "topk"}, {"stages": 2}):
+        assert run(settings).clusters is None
+    assert run({"clusters": False}).clusters is False
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -175,12 +183,13 @@ def test_new_runs_cap_weights_and_older_ones_keep_their_bound() -> None:
             "max_weight = 2\nprotocol = 'gossip'",
             "max_weight is for butterfly and moshpit and the robust rule mean: not",
         ),
-        ("voters = 8", "voters is for runs with clusters: also set clusters = true"),
+        ("clusters = false\nvoters = 8", "voters is for runs with clusters: also set clusters = true"),
+        ("voters = 8\nrobust = 'krum'", "voters is for runs with clusters: not for robust krum"),
         ("clusters = true\nvoters = 2", "voters"),
         ("clusters = true\nprotocol = 'moshpit'", "clusters and protocol moshpit do not go together"),
         ("clusters = true\nrobust = 'krum'", "clusters and robust krum do not go together"),
-        ("clusters = true\nstages = 2", "clusters and stages do not go together"),
-        ("clusters = true\n[recipe]\nfragments = 2", "clusters and recipe.fragments do not go together"),
+        ("clusters = true\nstages = 2", "clusters and stages 2 do not go together"),
+        ("clusters = true\ncodec = 'topk'", "clusters and codec topk do not go together"),
         ("max_weight = 2\nrobust = 'krum'", "not for robust krum, where no weight exceeds one"),
         ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
         ("protocol = 'gossip'\nschedule = 'one_peer'", "did you mean 'one-peer-exponential'?"),
@@ -340,7 +349,7 @@ def test_stages_split_a_presets_step_into_microbatches() -> None:
     """The tokens of a step stay; one stage is the same run as none; values that the user gives are kept."""
     whole, cut = run(), run({"stages": 3})
     assert (whole.gpt.rows, whole.recipe.batches) == (8, 1) and (cut.gpt.rows, cut.recipe.batches) == (1, 8)  # type: ignore[union-attr]
-    assert replace(cut, stages=1, gpt=whole.gpt, recipe=whole.recipe) == whole
+    assert replace(cut, stages=1, clusters=True, gpt=whole.gpt, recipe=whole.recipe) == whole
     assert canonical(run({"stages": 1})) == canonical(whole) and b"lookahead" not in canonical(cut)
     given = run({"stages": 2, "gpt.rows": 4})
     assert (given.gpt.rows, given.recipe.batches) == (4, 1)  # type: ignore[union-attr]

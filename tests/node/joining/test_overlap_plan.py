@@ -72,7 +72,6 @@ def test_short_rounds_are_not_cut(tmp_path: Path) -> None:
         PACED + "fragments = 2\n",
         'protocol = "gossip"\n' + PACED,
         "stages = 2\n" + PACED,
-        "clusters = true\n" + PACED,
     ],
 )
 def test_nothing_is_chosen_for_the_user(tmp_path: Path, text: str) -> None:
