@@ -182,7 +182,7 @@ class _World(LearningWorld):
 def _unclipped() -> Iterator[None]:
     """Switch off clipping, by declared and by measured norms."""
     factors, slack = planning.clip_factors, robust.MEASURED_SLACK
-    planning.clip_factors = lambda norms, allowances: (1.0,) * len(norms)
+    planning.clip_factors = lambda norms, allowances, median=None: (1.0,) * len(norms)
     robust.MEASURED_SLACK = math.inf
     try:
         yield

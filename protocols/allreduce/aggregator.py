@@ -26,6 +26,7 @@ from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream, Vector
 from protocols.streams.chunks import HEADER_LIMIT, PartLayout, due
+from protocols.vectors.robust import RobustAggregator
 from protocols.vectors.views import estimated_norm, norm
 
 
@@ -117,6 +118,8 @@ class Aggregator(Reducer):
     def __init__(self, task: DataPhase, index: int) -> None:
         low, high = task.resolved.part(index)
         super().__init__(task, index, task.format.part(low, high, len(task.resolved.peers)))
+        resolved, own = task.resolved, self._order[task.host.me]
+        self._judge = RobustAggregator(resolved.robust, resolved.allowances, resolved.expected_norms, own)
         self.relay = Relay(task, index)
 
     async def aggregate(self) -> None:

@@ -1,9 +1,9 @@
 """The plan of a clustered round: clusters instead of members, each led by a voter, and what follows from it. Pure.
 
-A lead offers its cluster as a whole, with its members' tokens and a digest of their offers; the plan names these
-clusters. All weights follow from it. Inside a cluster, the rest follows from the offers by the rules of
-`protocols.allreduce.plan`: clip factors, and which member aggregates which part. Whoever holds the offers can check it,
-and the tokens: the members, and the reducers of the parts.
+A lead offers its cluster as a whole, with its members' tokens, their norms and a digest of their offers; the plan names
+these clusters. All weights and the median norm follow from it. Inside a cluster, the rest follows from the offers by
+the rules of `protocols.allreduce.plan`: clip factors, and which member aggregates which part. Whoever holds the offers
+can check it, and what the lead claims of them: the members, and the reducers of the parts.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -47,6 +47,9 @@ MASK_BYTES = 4  # of a member mask
 SLOWEST_SHARE = 0.1
 """Share of the claims that expected times leave out. Of a thousand peers one is always sixteen times slower."""
 
+MAX_NORM_CODE = (1 << 16) - 1
+_NORM_BIAS = 128  # of the exponent in a norm's code
+
 Verify = Callable[[PeerId, bytes, bytes], bool]
 """(peer, message, signature) -> whether the signature is genuine."""
 
@@ -69,6 +72,7 @@ class ClusterOffer:
 
     lead: Member = one(Member)
     tokens: tuple[int, ...] = list_of(uint(MAX_TOKENS), MAX_CLUSTER)  # of each member, in their order
+    norms: tuple[int, ...] = list_of(uint(MAX_NORM_CODE), MAX_CLUSTER)  # the same, as `norm_code`
     step_seconds: float = real(0, MAX_SECONDS)  # all but the slowest tenth take at most so long for a step
     pace: float = real(1, 1e13)  # bytes/s that all but the slowest tenth of the members send
     bandwidth: float = real(1, 1e13)  # of the lead, which reduces for all clusters
@@ -81,6 +85,11 @@ class ClusterOffer:
     @property
     def size(self) -> int:
         return len(self.tokens)
+
+    @property
+    def well_formed(self) -> bool:
+        """Whether it has members, and as many norms."""
+        return 0 < len(self.tokens) == len(self.norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +172,7 @@ def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer]
     return ClusterOffer(
         lead=lead,
         tokens=tuple(offer.tokens for offer in offers),
+        norms=tuple(norm_code(offer.norm) for offer in offers),
         step_seconds=quantile([offer.step_seconds for offer in offers], 1 - SLOWEST_SHARE),
         pace=quantile([offer.bandwidth for offer in offers], SLOWEST_SHARE),
         bandwidth=mine.bandwidth,
@@ -172,6 +182,20 @@ def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer]
         offers=offers_digest(inputs.key, lead.peer, offers),
         signature=b"",
     )
+
+
+def norm_code(norm: float) -> int:
+    """A norm in 16 bits, rounded up to one of 256 in each octave: 0 for none, else its exponent and its fraction.
+
+    Integers, and no logarithm, so that all machines get the same one.
+    """
+    fraction, exponent = math.frexp(norm)
+    code = ((exponent + _NORM_BIAS) << 8) + math.ceil(fraction * 512) - 256
+    return max(1, min(code, MAX_NORM_CODE)) if norm > 0 else 0
+
+
+def coded_norm(code: int) -> float:
+    return math.ldexp(256 + (code & 255), (code >> 8) - _NORM_BIAS - 9) if code else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -250,8 +274,8 @@ def check_clustered_plan(plan: ClusteredPlan, inputs: PlanInputs, roster: Sequen
         raise BadPayload("the plan's leads are not distinct members of the roster, in order")
     if plan.key != inputs.key or len({cluster.state_root for cluster in plan.clusters}) > 1:
         raise BadPayload("the plan is of another round, or mixes clusters from different states")
-    if not all(cluster.tokens for cluster in plan.clusters):
-        raise BadPayload("the plan holds a cluster without members")
+    if not all(cluster.well_formed for cluster in plan.clusters):
+        raise BadPayload("the plan holds a cluster without members, or without their norms")
     for cluster in plan.clusters:
         if not verify(cluster.lead.peer, ClusterReady(plan.key, cluster).signed(), cluster.signature):
             raise BadPayload(f"the plan holds a forged cluster of {cluster.lead.peer}")
@@ -273,6 +297,7 @@ class ResolvedClusters:
     inputs: PlanInputs
     peers: tuple[PeerId, ...]  # the leads, in the order of mask bits and of summation
     median: int  # `median_tokens` of all members
+    median_norm: float  # `median_norm` of all members
     member_weights: tuple[tuple[float, ...], ...]  # of each cluster, as in `ResolvedPlan`
     weights: tuple[float, ...]  # of each cluster with all of its members
     allowances: tuple[float, ...]  # as in `ResolvedPlan`, of the means of clusters
@@ -349,13 +374,29 @@ def median_tokens(clusters: Sequence[Sequence[int]]) -> int:
     claims what they do not offer, counts once, too.
     """
     working = [trained for tokens in clusters if (trained := [count for count in tokens if count])]
-    if not working:
-        return 0
-    whole = math.lcm(*map(len, working))
-    claims = sorted((count, whole // len(trained)) for trained in working for count in trained)
-    reached = itertools.accumulate(share for _, share in claims)
-    shared = next(count for (count, _), sum_ in zip(claims, reached, strict=True) if 2 * sum_ >= whole * len(working))
-    return min(shared, median_low(count for count, _ in claims))
+    return min(_shared_median(working), median_low(itertools.chain(*working))) if working else 0
+
+
+def median_norm(clusters: Sequence[ClusterOffer]) -> float:
+    """The declared norm of the median member that trained; 0 if none declares one.
+
+    Each cluster counts once, and its members share that. Members do not count otherwise, as they do for the tokens: of
+    norms, a false median does harm on either side. A small one scales down the work of all.
+    """
+    declared = [
+        [code for code, count in zip(cluster.norms, cluster.tokens, strict=True) if code and count]
+        for cluster in clusters
+    ]
+    working = [codes for codes in declared if codes]
+    return coded_norm(_shared_median(working)) if working else 0.0
+
+
+def _shared_median(groups: Sequence[Sequence[int]]) -> int:
+    """The lower median of all values, where each group counts once, and its values share that. No group is empty."""
+    whole = math.lcm(*map(len, groups))
+    values = sorted((value, whole // len(group)) for group in groups for value in group)
+    reached = itertools.accumulate(share for _, share in values)
+    return next(value for (value, _), sum_ in zip(values, reached, strict=True) if 2 * sum_ >= whole * len(groups))
 
 
 def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedClusters:
@@ -371,6 +412,7 @@ def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedCluster
         inputs=inputs,
         peers=tuple(cluster.lead.peer for cluster in plan.clusters),
         median=median,
+        median_norm=median_norm(plan.clusters),
         member_weights=weights,
         weights=tuple(map(math.fsum, weights)),
         allowances=tuple(_allowance(each, median) for each in weights),
@@ -400,7 +442,7 @@ def resolve_cluster(clusters: ResolvedClusters, index: int, offers: Sequence[Off
         cut_seconds=outer.cut_seconds,
         budget_seconds=outer.budget_seconds,
     )
-    resolved = planning.resolve_plan(plan, inputs.robust, inputs.max_weight, clusters.median)
+    resolved = planning.resolve_plan(plan, inputs.robust, inputs.max_weight, clusters.median, clusters.median_norm)
     return replace(resolved, digest=clusters.digest)
 
 

@@ -180,6 +180,12 @@ class ResolvedPlan:
         return tuple(offer.bandwidth for offer in self.plan.offers)
 
     @property
+    def expected_norms(self) -> tuple[float, ...]:
+        """The norm of each contribution by its offer and after its factor, in median norms; 0 if it is not declared."""
+        pairs, median = zip(self.plan.offers, self.factors, strict=True), self.median_norm
+        return tuple(offer.norm * factor / median if median else 0.0 for offer, factor in pairs)
+
+    @property
     def capped(self) -> dict[PeerId, int]:
         """Members that weigh less than the tokens they trained, and these tokens."""
         pairs = zip(self.plan.offers, self.weights, strict=True)
@@ -212,9 +218,14 @@ def plan_digest(plan: Plan) -> bytes:
 
 
 def resolve_plan(
-    plan: Plan, robust: str = "mean", max_weight: float = MAX_WEIGHT, median: float | None = None
+    plan: Plan,
+    robust: str = "mean",
+    max_weight: float = MAX_WEIGHT,
+    median: float | None = None,
+    norm_median: float | None = None,
 ) -> ResolvedPlan:
-    """Derive all that follows from a plan: weights, clip factors, clamped members. `median`: see `weights`.
+    """Derive all that follows from a plan: weights, clip factors, clamped members. `median` and `norm_median`: see
+    `weights` and `clip_factors`.
 
     No member counts for more than `max_weight` median members. With any rule but the mean none counts for more than
     one: a run that expects wrong vectors must expect wrong claims, too. A member is blamed only for a claim that no
@@ -224,18 +235,19 @@ def resolve_plan(
     tokens, norms = [offer.tokens for offer in offers], [offer.norm for offer in offers]
     plausible = weights(tokens, median=median)
     counted = weights(tokens, max_weight if robust == "mean" else 1.0, median)
+    middle = median_norm(norms) if norm_median is None else norm_median
     clamped = []
-    honest_factors = clip_factors(norms, allowances(plausible))
+    honest_factors = clip_factors(norms, allowances(plausible, median), middle)
     for offer, weight, counts, factor in zip(offers, plausible, counted, honest_factors, strict=True):
         if weight < offer.tokens:
             clamped.append(PeerFault(offer.member.peer, f"weight clamped from {offer.tokens} to {counts:g} tokens"))
         if factor < NAMED_FACTOR:
             clamped.append(PeerFault(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
-    allowed = allowances(counted)
-    factors = clip_factors(norms, allowed)
+    allowed = allowances(counted, median)
+    factors = clip_factors(norms, allowed, middle)
     peers = tuple(offer.member.peer for offer in offers)
     digest = plan_digest(plan)
-    return ResolvedPlan(plan, digest, peers, counted, factors, tuple(clamped), allowed, median_norm(norms), robust)
+    return ResolvedPlan(plan, digest, peers, counted, factors, tuple(clamped), allowed, middle, robust)
 
 
 def check(
@@ -335,10 +347,9 @@ def weights(tokens: Sequence[int], spread: float = CLAIM_SPREAD, median: float |
     return tuple(float(min(count, spread * median)) for count in tokens)
 
 
-def allowances(weights: Sequence[float]) -> tuple[float, ...]:
+def allowances(weights: Sequence[float], median: float | None = None) -> tuple[float, ...]:
     """How many median norms each member's norm may reach: its weight in median weights, at least 1."""
-    positive = [weight for weight in weights if weight > 0]
-    middle = median_low(positive) if positive else 1.0
+    middle = median or median_low([weight for weight in weights if weight > 0] or [1.0])
     return tuple(max(1.0, weight / middle) for weight in weights)
 
 
@@ -348,10 +359,10 @@ def median_norm(norms: Sequence[float]) -> float:
     return median_low(positive) if positive else 0.0
 
 
-def clip_factors(norms: Sequence[float], allowances: Sequence[float]) -> tuple[float, ...]:
-    """Factors in (0, 1] that reduce each norm to at most the median norm times its allowance."""
-    middle = median_norm(norms)
+def clip_factors(norms: Sequence[float], allowances: Sequence[float], median: float | None = None) -> tuple[float, ...]:
+    """Factors in (0, 1] that reduce each norm to at most the `median` norm, by default theirs, times its allowance."""
+    middle = median_norm(norms) if median is None else median
     return tuple(
-        min(1.0, allowance * middle / norm) if norm > 0 else 1.0
+        min(1.0, allowance * middle / norm) if norm > 0 and middle > 0 else 1.0
         for norm, allowance in zip(norms, allowances, strict=True)
     )

@@ -254,11 +254,12 @@ class ClusteredStart(RoundStart):
     def _on_cluster_ready(self, peer: PeerId, message: ClusterReady) -> None:
         """Take the offer of a voter's cluster instead of its last one, which may be larger: associates come and go.
 
-        Raises BadPayload if it is forged, not led by the sender, or without members: all would refuse a plan with it.
+        Raises BadPayload if it is forged, not led by the sender, or without members or their norms: all would refuse a
+        plan with it.
         """
         cluster = message.offer
-        if not cluster.tokens:
-            raise BadPayload("a cluster without members")
+        if not cluster.well_formed:
+            raise BadPayload("a cluster without members, or without their norms")
         if cluster.lead not in self._roster or cluster.lead.peer != peer:
             raise BadPayload(f"a cluster of {cluster.lead.peer}, which is not the sender or not in the roster")
         if not self._verify(peer, message.signed(), cluster.signature):

@@ -188,9 +188,16 @@ def _nearest(contributions: torch.Tensor) -> list[int]:
 class RobustAggregator:
     """Averages the chunks of one part, clipped by their measured norms, and names contributions unlike the others."""
 
-    def __init__(self, rule: str, allowances: Sequence[float]) -> None:
-        """Each member's norm may exceed the others' by its allowance (`plan`)."""
+    def __init__(
+        self, rule: str, allowances: Sequence[float], expected: Sequence[float] | None = None, own: int | None = None
+    ) -> None:
+        """Each member's norm may exceed the others' by its allowance (`plan`).
+
+        If norms are `expected` (0: unknown), those that arrive are compared as multiples of these. Of two
+        contributions, that of the `own` member is the measure.
+        """
         self._rule, self._allowances = require_known("robust rule", rule, RULES), allowances
+        self._expected, self._own = expected, own
         members = len(allowances)
         self._sent, self._kept, self._apart = [0.0] * members, [0.0] * members, [0.0] * members
 
@@ -209,7 +216,7 @@ class RobustAggregator:
         """
         contributions, measured = tuple(contributions), len(into) >= MEASURED_ELEMENTS
         if measured:
-            self._clip(members, norms, contributions, self._limits(norms, counts))
+            self._clip(members, norms, contributions, self._limits(members, norms, counts))
         if self._rule == "mean":
             return weighted_mean(contributions, weights, into)
         rows = torch.stack(contributions)
@@ -223,20 +230,31 @@ class RobustAggregator:
     def is_clear(self, members: Sequence[int], norms: Sequence[float], counts: Sequence[int] | None = None) -> bool:
         """Whether no contribution is clipped even if these norms are wrong by `ESTIMATE_ERROR`."""
         share = (1 - ESTIMATE_ERROR) / (1 + ESTIMATE_ERROR)
-        limits = self._limits(norms, counts)
+        limits = self._limits(members, norms, counts)
         each = zip(members, norms, limits, strict=True)
         return all(size <= share * limit * self._allowances[member] for member, size, limit in each)
 
-    def _limits(self, norms: Sequence[float], counts: Sequence[int] | None) -> list[float]:
+    def _limits(self, members: Sequence[int], norms: Sequence[float], counts: Sequence[int] | None) -> list[float]:
         """The largest norm that each contribution may have, before its allowance.
 
         Of means, the norm shrinks as members are more, at most by √members, if these differ in all directions. So a
         mean of fewer members may be that much larger than another one, and a mean of more may be as large.
         """
+        if self._expected:
+            norms = self._measures(members, norms, self._expected)
         if counts is None or len(set(counts)) <= 1:
             return [self._limit(norms)] * len(norms)
         pairs = list(zip(norms, counts, strict=True))
         return [self._limit([norm * math.sqrt(max(1.0, other / count)) for norm, other in pairs]) for count in counts]
+
+    def _measures(self, members: Sequence[int], norms: Sequence[float], expected: Sequence[float]) -> list[float]:
+        """By each of these: which norm a contribution of the median declared norm should have. 0: it does not say."""
+        found = [norm / expected[each] if expected[each] else 0.0 for each, norm in zip(members, norms, strict=True)]
+        if not any(found):
+            return list(norms)
+        moved = sum(norm > 0 for norm in norms)
+        mine = [measure if each == self._own else 0.0 for each, measure in zip(members, found, strict=True)]
+        return mine if moved < 3 and any(mine) else found
 
     @staticmethod
     def _limit(norms: Sequence[float]) -> float:

@@ -84,7 +84,13 @@ def test_offer_is_valid_in_the_cluster_of_its_lead_only() -> None:
 def test_cluster_that_does_not_follow_from_its_offers_is_refused() -> None:
     offers = members_of("v0", 4)
     good = cluster(offers)
-    changes: dict[str, Any] = {"tokens": (100, 100, 100, 101), "step_seconds": 0.5, "pace": 2e6, "bandwidth": 2e6}
+    changes: dict[str, Any] = {
+        "tokens": (100, 100, 100, 101),
+        "norms": good.norms[1:],
+        "step_seconds": 0.5,
+        "pace": 2e6,
+        "bandwidth": 2e6,
+    }
     changes |= {"leaving": True, "offers": bytes(32)}
     for name, value in changes.items():
         with pytest.raises(BadPayload, match="not the one that its offers lead to"):
@@ -121,7 +127,8 @@ def test_plan_that_does_not_follow_from_its_clusters_is_refused() -> None:
         {"clusters": plan.clusters[::-1]},
         {"clusters": plan.clusters[:2]},
         {"clusters": (replace(plan.clusters[0], tokens=(9,) * 4), *plan.clusters[1:])},
-        {"clusters": (replace(plan.clusters[0], tokens=()), *plan.clusters[1:])},
+        {"clusters": (replace(plan.clusters[0], tokens=(), norms=()), *plan.clusters[1:])},
+        {"clusters": (replace(plan.clusters[0], norms=(9,) * 3), *plan.clusters[1:])},
         {"key": replace(KEY, round=8)},
         {"version": 1, "reducers": (0, 3, 2)},
     ]
@@ -145,7 +152,9 @@ def test_slowest_tenth_does_not_set_the_times() -> None:
 def test_largest_messages_fit_their_headers() -> None:
     peer = "12D3KooW" + "x" * 44
     many = Offer(Member(peer, 1 << 40), 1 << 53, 1e30, 1.0, True, False, 1e13, ROOT, bytes(64))
-    lead = ClusterOffer(many.member, (1 << 53,) * 32, 1.0, 1e13, 1e13, True, False, ROOT, ROOT, bytes(64))
+    lead = ClusterOffer(
+        many.member, (1 << 53,) * 32, ((1 << 16) - 1,) * 32, 1.0, 1e13, 1e13, True, False, ROOT, ROOT, bytes(64)
+    )
     key = replace(KEY, lineage=b"l" * 32, round=1 << 40, scope="s" * 64)
     plan = ClusteredPlan(key, 0, 0, (lead,) * 32, (1 << 48,) * 33, tuple(range(32)), 1.0, 1.0)
     assert len(encode(ClusterPlan(key, plan, (many,) * 32))) < 30_000 < MAX_HEADER_BYTES

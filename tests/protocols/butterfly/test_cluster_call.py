@@ -246,11 +246,11 @@ async def test_weights_go_by_the_median_member_of_all_clusters(peers: Hostile) -
 
 
 @simulated(Hostile, 3, 3)
-async def test_cluster_of_another_forged_or_empty_is_refused(peers: Hostile) -> None:
+async def test_cluster_of_another_forged_or_malformed_is_refused(peers: Hostile) -> None:
     await peers.until(2)
     await asyncio.sleep(0.3)
     call, key = peers.call("v0"), peers.chains["v0"].head.key
-    made = ClusterOffer(Member("v1"), (1, 0), 0.1, 1e6, 1e6, True, False, ROOT, bytes(32), b"")
+    made = ClusterOffer(Member("v1"), (1, 0), (1, 0), 0.1, 1e6, 1e6, True, False, ROOT, bytes(32), b"")
 
     def ready(lead: Member, signer: PeerId, tokens: tuple[int, ...] = (1, 0)) -> ClusterReady:
         message = ClusterReady(key, replace(made, lead=lead, tokens=tokens))
@@ -264,6 +264,7 @@ async def test_cluster_of_another_forged_or_empty_is_refused(peers: Hostile) -> 
         ("v1", ready(Member("v1", 1), "v1")),
         ("v1", ready(Member("v1"), "v2")),
         ("v1", ready(Member("v1"), "v1", ())),
+        ("v1", ready(Member("v1"), "v1", (1, 0, 0))),
     ]:
         with pytest.raises(BadPayload):
             call.on_cluster_offer(peer, message)
