@@ -13,7 +13,7 @@ from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(400)]
 
-RUN = "clusters = true\nvoters = 3\n" + paced(elements=20_000, step_seconds=0.25, inner_steps=8)
+RUN = "voters = 3\n" + paced(elements=20_000, step_seconds=0.05, inner_steps=40)
 BACK_SECONDS = 60.0
 """Until a peer that has lost its lead has another, and its work counts: a few rounds of two seconds."""
 
@@ -32,8 +32,9 @@ def voters(peers: list[RealPeer]) -> list[RealPeer]:
     return [peer for peer in peers if peers[0].sees(peer).get("member")]
 
 
-def test_work_behind_voters_counts_across_kills(tmp_path: Path) -> None:
-    with RealSwarm(tmp_path, RUN) as swarm:
+@pytest.mark.parametrize("recipe", ["", 'overlap = "keep"\nfragments = 2\n'], ids=["waiting", "overlapping"])
+def test_work_behind_voters_counts_across_kills(tmp_path: Path, recipe: str) -> None:
+    with RealSwarm(tmp_path, RUN + recipe) as swarm:
         founder = swarm.found("a")
         peers = [founder, *swarm.join("b", "c", "d", "e", "f", "g", via=founder)]
         wait("all seven are in one mean", lambda: one_mean_of_all(peers, 0.0), 120, 0.25)
@@ -49,3 +50,5 @@ def test_work_behind_voters_counts_across_kills(tmp_path: Path) -> None:
             gone.start("--bootstrap", founder.address)
             now = time.time()
             wait(f"{what} is in the mean again", partial(one_mean_of_all, peers, now), BACK_SECONDS, 0.25)
+        trained_on = [each["seconds_overlap"] > 0 for each in behind[1].since(0.0)]
+        assert any(trained_on) == bool(recipe), "an associate trains on while a round averages"
