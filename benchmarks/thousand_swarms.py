@@ -42,7 +42,7 @@ ID = "12D3KooW" + 40 * "x" + "{:04}"  # as long as real ones
 MOST_SECONDS = 600.0
 WITHIN = 1e-2
 PROBE = 64  # elements of a vector in which the spread over the peers is measured
-DYING, STALLING, STALLED = 0.005, 0.02, 1e9  # shares of the peers; a stalled one's line is so much slower
+DYING, STALLING = 0.005, 0.02  # shares of the peers
 
 
 def counting(frames: Counter[PeerId], me: PeerId) -> Disguise:
@@ -65,6 +65,8 @@ class Thousand(CallingClusters):
     They begin in round 1, as if all had found their leads in round 0.
     """
 
+    keep_rounds = 1  # of memory for parts; there is no other way to learn of an earlier round
+
     def __init__(self, peers: int, elements: int = ELEMENTS, chunks: int = 1, seed: int = 1) -> None:
         voters = min(VOTERS, peers)
         chunk = math.ceil(elements / voters / chunks)
@@ -74,7 +76,7 @@ class Thousand(CallingClusters):
         self.voters, self.associates, self.seed = sorted(names[:voters]), sorted(names[voters:]), seed
         self.roster = tuple(map(Member, self.voters))
         self.places = {name: place for place, name in enumerate(self.names)}
-        self.settings = replace(self.settings, bandwidth=LINE_BYTES, keep_rounds=1)
+        self.settings = replace(self.settings, bandwidth=LINE_BYTES, keep_rounds=self.keep_rounds)
         self.neighbours = Neighbours(self.names, self.voters)
         self.network.contacts.near = self.neighbours.of
         self.decided, self.versions = dict[int, Record](), defaultdict[int, set[int]](set)  # of each round
@@ -218,8 +220,13 @@ class Thousand(CallingClusters):
 
 
 class FaultyThousand(Thousand):
+    keep_rounds = 4  # the associates of a stalled lead lose it after two rounds, and ask then
+
     async def strike(self, round: int, data_seconds: float) -> set[PeerId]:
-        """Let peers die and stall while data moves in a round, at times drawn by lot. Returns them."""
+        """Let peers die and stall while data moves in a round, at times drawn by lot. Returns them.
+
+        From a stalled one nothing arrives any more, no heartbeat either: others lose it after some seconds.
+        """
         draw = random.Random(f"faults/{self.seed}")
         victims = draw.sample(self.names, math.ceil(len(self.names) * (DYING + STALLING)))
         dying = victims[: math.ceil(len(self.names) * DYING)]
@@ -229,7 +236,9 @@ class FaultyThousand(Thousand):
             if name in dying:
                 self.network.kill(name)
             else:
-                self.network.nodes[name].slowness = STALLED
+                for other in self.names:
+                    if other != name:
+                        self.network.block(name, other)
         return set(victims)
 
     def _is_called(self, session: Round, round: int) -> bool:
