@@ -25,6 +25,7 @@ from tests.sim.transport import SimTransport
 ROOT = b"r" * 32
 ELEMENTS = 64
 ROUND_SECONDS, PAUSE_SECONDS = 60.0, 0.5
+FAR_BEHIND = 4  # rounds: as many are kept for those that come late
 
 
 class CallingClusters(SimSwarm):
@@ -95,8 +96,16 @@ class CallingClusters(SimSwarm):
             if isinstance(certificate, Certificate) and isinstance(record, Record):
                 chain.extend(certificate, record)
                 self.extended(name, chain, record, mean)
+                self._tell_those_behind(name)
             else:
                 await asyncio.sleep(PAUSE_SECONDS)
+
+    def _tell_those_behind(self, name: PeerId) -> None:
+        """End the rounds of peers that the others have left behind, as announced heads do."""
+        for other, averager in self.averagers.items():
+            is_cut = self.network.link(name, other).blocked
+            if not is_cut and self.alive(other) and len(self.chains[other]) + FAR_BEHIND < len(self.chains[name]):
+                averager.supersede()
 
     def _catch_up(self, name: PeerId, chain: Chain) -> None:
         """What a peer fetches that was too late for a round."""
