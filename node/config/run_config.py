@@ -227,7 +227,7 @@ class RunConfig:
         if self.clusters and prevents:
             raise ValueError(f"clusters and {prevents} do not go together: leave one of them out")
         if self.voters is not None and not self.clusters:
-            why = f"not for {prevents}" if prevents else "also set clusters = true, or leave it out"
+            why = f"not for {prevents}" if prevents else "leave out voters, or clusters = false"
             raise ValueError(f"voters is for runs with clusters: {why}")
 
     def _check_recipe(self) -> None:

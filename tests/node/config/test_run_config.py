@@ -183,7 +183,7 @@ def test_new_runs_have_clusters_unless_a_setting_prevents_it() -> None:
             "max_weight = 2\nprotocol = 'gossip'",
             "max_weight is for butterfly and moshpit and the robust rule mean: not",
         ),
-        ("clusters = false\nvoters = 8", "voters is for runs with clusters: also set clusters = true"),
+        ("clusters = false\nvoters = 8", "voters is for runs with clusters: leave out voters, or clusters = false"),
         ("voters = 8\nrobust = 'krum'", "voters is for runs with clusters: not for robust krum"),
         ("clusters = true\nvoters = 2", "voters"),
         ("clusters = true\nprotocol = 'moshpit'", "clusters and protocol moshpit do not go together"),
