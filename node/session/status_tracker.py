@@ -28,6 +28,7 @@ from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
 from protocols.base import Clock, LocalProgress, Member, PeerId
 from protocols.sync.service import SyncServiceBase
+from protocols.wire import MAX_ROSTER
 
 if TYPE_CHECKING:
     from node.network.libp2p import LibP2PTransport
@@ -207,9 +208,18 @@ class StatusTracker:
         if lead := self.lead():
             return f"without a vote: contributes through {self._names([lead])[0]}"
         if roster & {each.peer for each in self._membership.contacts() if each.live}:
-            return "not in the roster yet: it is admitted at the end of a round"
+            return self._why_outside(len(roster))
         names = ", ".join(self._names(sorted(roster))[:4])
         return f"waiting for a member of the last round ({names})"
+
+    def _why_outside(self, members: int) -> str:
+        """Why this peer is not in a roster of so many members, some of which it sees."""
+        config = self._manifest.config if self._manifest else None
+        if members < ((config.voters if config else None) or MAX_ROSTER):
+            return "not in the roster yet: it is admitted at the end of a round"
+        if config and config.clusters:
+            return "without a vote: asks the voters for a place in a cluster"
+        return f"the roster is full ({members}): its work does not count until a member is gone"
 
     def _names(self, peers: Sequence[PeerId]) -> tuple[str, ...]:
         known = {each.peer: each.nickname for each in self._peers()}

@@ -54,8 +54,9 @@ def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple
 def manifest(rounds: int = 10, stages: int = 1) -> Any:
     recipe = SimpleNamespace(rounds=rounds)
     config = SimpleNamespace(
-        name="tiny", consent_task="", admission=None, clusters=None, protocol="butterfly", recipe=recipe, stages=stages
-    )
+        name="tiny", consent_task="", admission=None, clusters=None, voters=None, protocol="butterfly", recipe=recipe,
+        stages=stages,
+    )  # fmt: skip
     return SimpleNamespace(run_id="ab" * 32, config=config)
 
 
@@ -283,3 +284,23 @@ async def test_eta_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
     assert shown(tracker).eta_seconds == pytest.approx(6 * 10.0) and shown(tracker).round == 4
     tracker.enter_run(manifest(rounds=2))
     assert shown(tracker).eta_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("members", "clusters", "voters", "why"),
+    [
+        (31, None, None, "admitted at the end of a round"),
+        (32, None, None, "the roster is full (32): its work does not count"),
+        (32, True, None, "asks the voters for a place"),
+        (8, True, 8, "asks the voters for a place"),
+        (7, True, 8, "admitted at the end of a round"),
+    ],
+)
+@on_virtual_time
+async def test_peer_outside_a_full_roster_says_whether_its_work_counts(
+    members: int, clusters: bool | None, voters: int | None, why: str
+) -> None:
+    tracker, run = status_tracker(ME), manifest()
+    run.config.clusters, run.config.voters = clusters, voters
+    tracker.enter_run(run)
+    assert why in tracker._why_outside(members)
