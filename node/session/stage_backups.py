@@ -48,8 +48,9 @@ class StageBackups:
         `find` returns the training rounds in what is on the disk of a stage, None if there is nothing. `fetch`
         downloads a stage's newest state, if more rounds than the given number have trained it, and returns its rounds;
         it raises StateUnavailable, StateError. `drop` deletes a backup; so does `find` with one of another seat than
-        the one that counts. `is_target` says whether this peer is moving to a stage: what is on its disk of that stage
-        is what it goes on with, and stays. `announce` takes what is held.
+        the one that counts. Of this peer's own stage `drop` leaves the present directory. `is_target` says whether this
+        peer is moving to a stage: what is on its disk of that stage is what it goes on with, and stays. `announce`
+        takes what is held.
         """
         self.held: dict[int, int] = {}
         self._me, self._stage, self._sizes, self._limit_bytes = me, stage, sizes, limit_bytes
@@ -74,6 +75,7 @@ class StageBackups:
     async def run(self) -> None:
         """Keep the backups for ever."""
         others = [stage for stage in range(len(self._sizes)) if stage != self._stage]
+        await self._drop(self._stage)  # the backup from which the stage began again here is in another directory
         while True:
             for stage in others:
                 await self._look(stage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from node.joining.stages import ask_stage
 from node.joining.state_download import StateDownload, begin_again, built_in_layout, clear, kept_state
 from node.membership.hello import ANY_STAGE, VERSION, SeatBase, StageRejected, StageReply, StageSeat, WantStage
 from node.membership.seats import SeatLine, Seats, seat_of, seat_to_bytes, seats_of, seats_to_bytes
-from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, DataCursor
+from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, DataCursor, places
 from node.storage.statedir import StateDir, StateError
 from protocols.aio import loop_time
 from protocols.base import BadPayload, Compute, Host, Layout, Member, PeerError, PeerId, Signer, Transport
@@ -145,12 +146,17 @@ class StageEntrance:
             return None
 
     async def drop(self, stage: int, kept: str = "") -> None:
-        """Delete the states of another stage that this peer has downloaded, but those in the directory of this name."""
+        """Delete the states of a stage that this peer has downloaded, but those in the directory of this name, and in
+        the present one. A directory of a seat that does not count goes as a whole if nothing else is in it.
+        """
+        kept = home_name(self.seat) if stage == self.seat.stage else kept
 
         def drop() -> None:
             for home in self._state.stage_homes(stage):
                 if home.name != kept:
                     clear(home / DIRECTORY)
+                    if kept and not places(home / DIRECTORY):
+                        shutil.rmtree(home, ignore_errors=True)
 
         async with self._turns[stage]:
             await self._disk.run(drop, 0)

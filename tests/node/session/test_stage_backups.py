@@ -62,7 +62,7 @@ class Swarm:
         return self.kept[stage]
 
     async def drop(self, stage: int) -> None:
-        del self.kept[stage]
+        self.kept.pop(stage, None)
 
     def announce(self, held: Mapping[int, int]) -> None:
         self.holds = sum(1 << stage for stage in held)
