@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshots
 
 MAX_CONTACTS = 64
+TELL_SECONDS = 60.0  # between two lines that tell the operator of peers whose proofs are refused
 
 
 class SyncPeers:
@@ -90,6 +92,20 @@ class SyncContext:
         self.accounting, self.sync_progress = RoundAccounting(), SyncProgress(loop_time)
         self.snapshot_bytes = 0  # fetched since `take_bytes`, bad and duplicate chunks included
         self.say: Callable[[str], None] = lambda line: None  # shows a line to the operator
+        self._told: RecentDict[PeerId, bool] = RecentDict(MAX_CONTACTS)
+        self._told_at = -math.inf
+
+    def refuse(self, peer: PeerId, why: str) -> None:
+        """Distrust a peer that has not proved what it shows, and tell the operator, once of each peer: the report that
+        names it comes after the next round, and a newcomer that waits for a state has none.
+        """
+        self.peers.distrust(peer)
+        if peer not in self._told and loop_time() >= self._told_at + TELL_SECONDS:
+            self._told[peer], self._told_at = True, loop_time()
+            self.say(
+                f"the rounds of peer …{peer[-6:]} are refused ({why}): others are asked; if none has a state for this "
+                "peer, start that one again with another --state-dir"
+            )
 
     @asynccontextmanager
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:

@@ -69,8 +69,8 @@ class HeadVerifier:
             self._proofs.append(proof)
             try:
                 return await self._proved(peer, proof, stranded, deadline)
-            except BadPayload:
-                self._context.peers.distrust(peer)
+            except BadPayload as error:
+                self._context.refuse(peer, str(error))
             except PeerError as error:
                 self._context.accounting.name(peer, f"lost as a contact: {error.why}")
             except RoundPruned:

@@ -125,6 +125,24 @@ async def test_liar_is_not_asked_again_for_a_while(world: RoundsBehind) -> None:
     assert list((await world.cleo.catch_up()).blamed) == ["anna"]
 
 
+@simulated(RoundsBehind, UNVOTED)
+async def test_refused_proofs_are_told_of_at_once_and_once_a_peer(world: RoundsBehind) -> None:
+    """A newcomer without a state has no round whose report could say it."""
+    said: list[str] = []
+    world.cleo.sync.complain_to(said.append)
+    for _ in range(3):
+        await world.cleo.sync.better(asyncio.get_running_loop().time() + 10.0)
+        await asyncio.sleep(61.0)
+    (line,) = said
+    assert "anna are refused (0 votes after" in line and line.endswith("with another --state-dir")
+    zeno = await world.add("zeno")
+    await world.decide("anna bert")
+    zeno.disguise(AHEAD)
+    world.hints.append("zeno")
+    await world.cleo.sync.better(asyncio.get_running_loop().time() + 10.0)
+    assert len(said) == 2 and "zeno" in said[1]
+
+
 @simulated(RoundsBehind, None)
 async def test_single_member_fork_cannot_capture_a_majority(world: RoundsBehind) -> None:
     await world.cleo.catch_up()
