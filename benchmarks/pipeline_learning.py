@@ -2,11 +2,13 @@
 
     python -m benchmarks.pipeline_learning [--journal FILE] [--seeds 0:3] [--stages 2 3]
     python -m benchmarks.pipeline_learning --codecs bf16 int8 --stages 3 --peers 1
+    python -m benchmarks.pipeline_learning --lookaheads 0 8 --stages 3 --peers 1 [--optimizer muon]
 
 `whole`: 4 peers of DiLoCo, each with the whole model. `S stages`: 4 drivers, and 4 replicas of each later stage. Both
 take 40 rounds of 50 inner steps of w64, with the inner rate 3e-3 and the outer step (.9, .5). A driver's step has the
 tokens of a peer's step, as 8 microbatches of one row; so has the peer's. Activations travel as bf16. With `--codecs`
-runs with stages are compared that differ in how activations and gradients travel; `--peers` is their number in a stage.
+runs with stages are compared that differ in how activations and gradients travel, with `--lookaheads` in how many
+microbatches of the next step a replica admits; `--peers` is their number in a stage.
 
 `tests.sim.pipeline_world` provides the peers, the pipeline and the averaging, in virtual time. All runs of a seed start
 from the same weights. The loss is that of the outer parameters of all stages, put together, over held-out text, in nats
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import get_args
 
 import torch
 
@@ -42,7 +45,7 @@ from node.training.trainer import Learner, LocalTraining
 from protocols.base import Buffer, Host, LocalProgress, Member, RoundKey, Trainer
 from protocols.pipeline.job import Payload
 from protocols.pipeline.settings import PipelineSettings
-from tests.sim.arguments import Parser, at_least_one, seeds
+from tests.sim.arguments import Parser, at_least, at_least_one, seeds
 from tests.sim.inline_stage import InlineStage
 from tests.sim.pipeline_world import PipelineWorld
 from tests.sim.scenario import Scenario
@@ -54,8 +57,8 @@ EVALUATION_ROUNDS = 5
 JOURNAL = Path("benchmarks/runs/pipeline_learning.jsonl")
 BOUND = 0.03
 """How much more loss a pipeline may have than the whole model."""
-CODEC_BOUND = 0.005
-"""How much more loss a codec may have than another."""
+SMALL_BOUND = 0.005
+"""How much more loss a codec or a lookahead may have than another."""
 LAYER_COST, HEAD_COST = 1.0, 0.3
 """What a layer, and norm and head together, cost in the partition: given numbers, so that runs repeat."""
 
@@ -253,63 +256,77 @@ def perform(run: StagedRun) -> tuple[History, float]:
     return history, time.perf_counter() - began
 
 
-def print_table(runs: Sequence[StagedRun], journal: RunJournal) -> bool:
-    """Print a line per seed. Returns whether the bound holds for the mean over the seeds."""
-    stages = sorted({run.stages for run in runs} - {1})
-    heads = "".join(f" {count} stages | difference |" for count in stages)
-    print(f"| seed | whole model |{heads}\n|---|---|" + "---|---|" * len(stages))
-    found: dict[int, list[float]] = {count: [] for count in stages}
-    for seed in sorted({run.seed for run in runs}):
-        whole = journal.loss(StagedRun(1, seed, runs[0].peers))
-        row = f"| {seed} | {whole:.4f} |"
-        for count in stages:
-            loss = journal.loss(StagedRun(count, seed, runs[0].peers))
-            found[count].append(loss / whole - 1)
-            row += f" {loss:.4f} | {loss / whole - 1:+.2%} |"
-        print(row)
-    print("| mean | |" + "".join(f" | {fmean(each):+.2%} |" for each in found.values()))
-    return all(fmean(each) <= BOUND for each in found.values())
+def print_differences(
+    runs: Sequence[StagedRun], journal: RunJournal, named: Callable[[StagedRun], str], bound: float
+) -> bool:
+    """Print a line per seed: the loss of each kind of run, and its distance from the first kind.
 
-
-def print_codecs(runs: Sequence[StagedRun], journal: RunJournal) -> bool:
-    """Print a line per seed: the loss with each codec, and its distance from the first. Returns whether it is small."""
-    first, *others = dict.fromkeys(run.codec for run in runs)
-    print(f"| seed | {first} |" + "".join(f" {codec} | difference |" for codec in others))
+    `named` tells the kinds apart. Returns whether the bound holds for the means over the seeds.
+    """
+    first, *others = dict.fromkeys(map(named, runs))
+    print(f"| seed | {first} |" + "".join(f" {each} | difference |" for each in others))
     print("|---|---|" + "---|---|" * len(others))
-    found: dict[str, list[float]] = {codec: [] for codec in others}
+    found: dict[str, list[float]] = {each: [] for each in others}
     for seed in sorted({run.seed for run in runs}):
-        loss = {run.codec: journal.loss(run) for run in runs if run.seed == seed}
+        loss = {named(run): journal.loss(run) for run in runs if run.seed == seed}
         row = f"| {seed} | {loss[first]:.4f} |"
-        for codec in others:
-            found[codec].append(loss[codec] / loss[first] - 1)
-            row += f" {loss[codec]:.4f} | {found[codec][-1]:+.2%} |"
+        for each in others:
+            found[each].append(loss[each] / loss[first] - 1)
+            row += f" {loss[each]:.4f} | {found[each][-1]:+.2%} |"
         print(row)
     print("| mean | |" + "".join(f" | {fmean(each):+.2%} |" for each in found.values()))
-    return all(fmean(each) <= CODEC_BOUND for each in found.values())
+    return all(fmean(each) <= bound for each in found.values())
+
+
+def kind(run: StagedRun, differ_in: str) -> str:
+    if differ_in == "codecs":
+        return run.codec
+    if differ_in == "lookaheads":
+        return f"A = {run.lookahead}"
+    return "whole model" if run.stages == 1 else f"{run.stages} stages"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.pipeline_learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=seeds, default=range(3))
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=range(2, 7), help="numbers of stages")
-    parser.add_argument("--codecs", nargs="+", choices=CODECS, help="compare these, in place of the whole model")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--codecs", nargs="+", choices=CODECS, help="compare these, in place of the whole model")
+    instead.add_argument(
+        "--lookaheads",
+        nargs="+",
+        type=partial(at_least, 0),
+        metavar="A",
+        help="compare these, in place of the whole model",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=get_args(InnerOptimizerName),
+        default="adamw",
+        help="inner optimiser (default %(default)s)",
+    )
     parser.add_argument("--peers", type=at_least_one, default=PEERS, help="of each stage (default %(default)s)")
     parser.add_argument("--journal", type=Path, default=JOURNAL, help="where the runs are kept (default %(default)s)")
     options = parser.parse_args(arguments)
-    if options.codecs and len(options.stages) != 1:
-        parser.error("--codecs compares runs of one number of stages: give --stages 3, for instance")
-    numbers, codecs = options.stages if options.codecs else (1, *options.stages), options.codecs or ("bf16",)
+    differ_in = next((each for each in ("codecs", "lookaheads") if getattr(options, each)), "stages")
+    if differ_in != "stages" and len(options.stages) != 1:
+        parser.error(f"--{differ_in} compares runs of one number of stages: give --stages 3, for instance")
+    numbers = (1, *options.stages) if differ_in == "stages" else options.stages
     runs = [
-        StagedRun(stages, seed, options.peers, codec=codec)
-        for seed in options.seeds for stages in numbers for codec in codecs
-    ]  # fmt: skip
+        StagedRun(stages, seed, options.peers, codec=codec, optimizer=options.optimizer, lookahead=lookahead)
+        for seed in options.seeds
+        for stages in numbers
+        for codec in options.codecs or ("bf16",)
+        for lookahead in options.lookaheads or (0,)
+    ]
     try:
         journal = RunJournal(options.journal)
         perform_all(runs, journal, perform)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0 if (print_codecs if options.codecs else print_table)(runs, journal) else 1
+    bound = BOUND if differ_in == "stages" else SMALL_BOUND
+    return 0 if print_differences(runs, journal, partial(kind, differ_in=differ_in), bound) else 1
 
 
 if __name__ == "__main__":
