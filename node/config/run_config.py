@@ -167,7 +167,7 @@ class RunConfig:
     )
     clusters: bool | None = described(
         "Whether the work of peers outside the roster counts, too, through a member of it each (docs/protocols.md). "
-        "Default: true with butterfly, without stages, codec topk and a robust rule. false: they only follow.",
+        "Default: true with butterfly, without stages and codec topk. false: they only follow.",
         None,
     )
     voters: Annotated[int | None, Field(ge=MIN_VOTERS, le=MAX_ROSTER)] = described(
@@ -390,7 +390,7 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
 
 def _prevent_clusters(values: Mapping[str, Any]) -> Iterator[str]:
     """The settings with which a run has no clusters."""
-    usual = {"protocol": _PROTOCOL, "stages": 1, "robust": "mean"}
+    usual = {"protocol": _PROTOCOL, "stages": 1}
     yield from (f"{name} {values[name]}" for name, value in usual.items() if values.get(name, value) != value)
     if values.get("codec") == "topk":
         yield "codec topk"

@@ -301,6 +301,7 @@ class ResolvedClusters:
     member_weights: tuple[tuple[float, ...], ...]  # of each cluster, as in `ResolvedPlan`
     weights: tuple[float, ...]  # of each cluster with all of its members
     allowances: tuple[float, ...]  # as in `ResolvedPlan`, of the means of clusters
+    weight_limit: float  # of a cluster in a chunk: that of the median one under a rule, and none otherwise
 
     @property
     def robust(self) -> str:
@@ -335,7 +336,8 @@ class ResolvedClusters:
 
     def weight(self, cluster: int, mask: int) -> float:
         """The weight of a cluster in a chunk that holds these of its members."""
-        return math.fsum(weight for bit, weight in enumerate(self.member_weights[cluster]) if mask >> bit & 1)
+        held = (weight for bit, weight in enumerate(self.member_weights[cluster]) if mask >> bit & 1)
+        return min(self.weight_limit, math.fsum(held))
 
     def check_chunk(self, mask: int, members: bytes, before: bytes) -> None:
         """Refuse masks of a reduced chunk (`wire.Reduced`) that do not fit the plan, or hold a member that the chunk
@@ -401,11 +403,13 @@ def _shared_median(groups: Sequence[Sequence[int]]) -> int:
 
 def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedClusters:
     """Derive what follows from a valid plan. A member counts for at most `PlanInputs.max_weight` times the median
-    member of all clusters.
+    member of all clusters. By a robust rule no cluster counts for more than the median one: a lead with made-up
+    associates would else have half of the weight, and with it the whole result.
     """
     claims = [cluster.tokens for cluster in plan.clusters]
     median, spread = median_tokens(claims), inputs.max_weight if inputs.robust == "mean" else 1.0
     weights = tuple(planning.weights(tokens, spread, median) for tokens in claims)
+    whole = tuple(map(math.fsum, weights))
     return ResolvedClusters(
         plan=plan,
         digest=clustered_digest(plan),
@@ -414,8 +418,9 @@ def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedCluster
         median=median,
         median_norm=median_norm(plan.clusters),
         member_weights=weights,
-        weights=tuple(map(math.fsum, weights)),
+        weights=whole,
         allowances=tuple(_allowance(each, median) for each in weights),
+        weight_limit=math.inf if inputs.robust == "mean" else median_low([*filter(None, whole)] or [0.0]),
     )
 
 

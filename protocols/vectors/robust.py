@@ -200,6 +200,7 @@ class RobustAggregator:
         self._expected, self._own = expected, own
         members = len(allowances)
         self._sent, self._kept, self._apart = [0.0] * members, [0.0] * members, [0.0] * members
+        self._counts = [1] * members  # of how many members each one's latest contribution was the mean
 
     def average(
         self,
@@ -223,8 +224,9 @@ class RobustAggregator:
         if measured:
             median(rows, weights, into)
             apart = torch.empty_like(into)
-            for member, row in zip(members, rows, strict=True):
+            for member, row, count in zip(members, rows, counts or [1] * len(rows), strict=True):
                 self._apart[member] += norm([_difference(row, into, apart)]) ** 2
+                self._counts[member] = count
         RULES[self._rule](rows, weights, into)
 
     def is_clear(self, members: Sequence[int], norms: Sequence[float], counts: Sequence[int] | None = None) -> bool:
@@ -280,9 +282,10 @@ class RobustAggregator:
         for member, (sent, kept) in enumerate(zip(self._sent, self._kept, strict=True)):
             if kept < NAMED_SHARE**2 * sent:
                 found[member] = f"sent {math.sqrt(sent / kept):.3g} times what counts"
-        far = [math.sqrt(square) for square in self._apart]
+        # A mean of several counts as far as one of them may be. It is not named: the reducer cannot tell who is wrong.
+        far = [math.sqrt(square * count) for square, count in zip(self._apart, self._counts, strict=True)]
         middle = median_low([distance for distance in far if distance > 0] or [0.0])
         for member, distance in enumerate(far):
-            if distance > NAMED_DISTANCE * middle:
+            if self._counts[member] == 1 and distance > NAMED_DISTANCE * middle:
                 found[member] = f"stands apart: {distance / middle:.3g} times as far from the median as most"
         return found

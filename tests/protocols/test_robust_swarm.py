@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 
 from node.training.trainer import LocalTraining
 from protocols.allreduce import all_reduce
-from protocols.base import Outcome, Settings, Trainer, Vector
+from protocols.base import Outcome, Vector
 from protocols.vectors import robust
 from protocols.vectors.robust import RULES
 from protocols.vectors.views import norm
 from tests.sim.averaging import Averaged, ButterflyHarness
 from tests.sim.byzantine.gradients import ATTACKS, PoisonedTrainer
 from tests.sim.scenario import Scenario
-from tests.sim.transport import SimTransport
 from tests.sim.world import Outcome as Played
 from tests.sim.world import World, play
 from tests.support.example_vectors import noisy_contributions
@@ -107,11 +105,11 @@ def test_understated_norm_is_clipped_and_blamed_by_all() -> None:
 
 
 class PoisonedWorld(World):
-    """A swarm that averages by a rule, and in which the last peers attack."""
+    """A swarm in which the last peers attack."""
 
-    def __init__(self, rule: str, attack: str, liars: int, scenario: Scenario) -> None:
+    def __init__(self, attack: str, liars: int, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._rule, self._attack, self._count = rule, attack, liars
+        self._attack, self._count = attack, liars
         self._honest: list[LocalTraining] = []
 
     def trainer(self, index: int) -> InlineTrainer:
@@ -124,13 +122,10 @@ class PoisonedWorld(World):
         steps, learner = self.scenario.inner_steps, self.learner(index)
         return PoisonedTrainer(learner, steps, seconds, self._attack, self._count, lambda: self._honest)
 
-    def _settings(self, index: int, trainer: Trainer, transport: SimTransport) -> Settings:
-        return replace(super()._settings(index, trainer, transport), robust=self._rule)
 
-
-def attacked(rule: str, attack: str, peers: int, liars: int, rounds: int = 2) -> Played:
-    scenario = Scenario(peers=peers, rounds=rounds, seed=4, codec="fp32", elements=2000, chunk_elements=1024)
-    return play(scenario, lambda resolved: PoisonedWorld(rule, attack, liars, resolved))
+def attacked(attack: str, liars: int, **setup: Any) -> Played:
+    scenario = Scenario(seed=4, codec="fp32", elements=2000, chunk_elements=1024, **setup)
+    return play(scenario, lambda resolved: PoisonedWorld(attack, liars, resolved))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +139,19 @@ def attacked(rule: str, attack: str, peers: int, liars: int, rounds: int = 2) ->
 )
 def test_swarm_under_attack_commits_identical_bits(rule: str, attack: str, peers: int, liars: int) -> None:
     assert attack in ATTACKS
-    played = attacked(rule, attack, peers, liars)
+    played = attacked(attack, liars, peers=peers, rounds=2, robust=rule)
     assert played.violations == []
     assert {report["outcome"] for history in played.histories.values() for report in history} == {"committed"}
     blamed = {peer for history in played.histories.values() for report in history for peer in report["blamed"]}
     if attack in ("reversed", "understated"):
         assert blamed == {"p4"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_holds_in_clusters_behind_voters(rule: str) -> None:
+    """Three clusters of three: a liar in one of them is blamed by those that it sends to, and no honest peer is."""
+    played = attacked("reversed", 1, peers=9, voters=3, clusters=True, rounds=8, robust=rule)
+    assert played.violations == []
+    last = [history[-1] for peer, history in played.histories.items() if peer != "p8"]
+    assert {report["contributors"] for report in last} == {9}
+    assert {peer for history in played.histories.values() for report in history for peer in report["blamed"]} == {"p8"}

@@ -16,6 +16,7 @@ from typing import Any
 
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.vectors.codec import CODECS
+from protocols.vectors.robust import RULES
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.byzantine.independent import INDEPENDENT_LIES
 from tests.sim.families import BREAKING, CALM, FAULTS
@@ -46,6 +47,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=_peers, default=5)
     parser.add_argument("--voters", type=int, default=0, help="in the first roster; the others observe until admitted")
     parser.add_argument("--clusters", action="store_true", help="the others' work counts, through the voters")
+    parser.add_argument("--robust", choices=RULES, default="mean", help="the rule by which reducers average")
     parser.add_argument("--rounds", type=at_least_one, default=6)
     parser.add_argument("--seeds", type=seeds, default=range(1), help="one seed, or a range like 0:300")
     parser.add_argument("--faults", choices=(*FAULTS, *GROUPS), default="none", help="a family, or a group of them")
@@ -82,7 +84,7 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 
 def _scenario(options: argparse.Namespace, fault: str, seed: int) -> Scenario:
     names = ["protocol", "peers", "rounds", "codec", "inner_steps", "directory", "pull", "stages", "batches"]
-    names += ["lookahead", "chains", "overlaps", "fragments", "voters", "clusters"]
+    names += ["lookahead", "chains", "overlaps", "fragments", "voters", "clusters", "robust"]
     return Scenario(**{name: getattr(options, name) for name in names}, seed=seed, fault=fault)
 
 
@@ -105,6 +107,7 @@ def replay(scenario: Scenario) -> str:
     rest += " --chains" * scenario.chains + " --overlap" * scenario.overlaps
     rest += f" --fragments {scenario.fragments}" if scenario.fragments > 1 else ""
     rest += f" --voters {scenario.voters}" * bool(scenario.voters) + " --clusters" * scenario.clusters
+    rest += f" --robust {scenario.robust}" * (scenario.robust != "mean")
     return (
         f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"
         f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}{rest}"

@@ -9,6 +9,7 @@ from node.tasks.recipe import most_pull
 from protocols.base import PeerId
 from protocols.registry import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.vectors.codec import codec
+from protocols.vectors.robust import RULES
 from protocols.wire import MAX_ROSTER
 from tests.sim import families
 from tests.sim.byzantine.contributors import LIES
@@ -19,6 +20,7 @@ from tests.sim.faults import Faults, Message, Skew
 DRAWN_CODECS = ("bf16", "fp16", "fp32", "int8")
 LATER_CODECS = ("e3m0", "int4", "topk")
 """Drawn by a generator of their own, so that older seeds keep their meaning."""
+RULED_PROTOCOLS = ("butterfly", "moshpit")
 LARGE_PROTOCOLS = ("butterfly",)
 """Protocols in whose runs peers outside the roster follow the rounds."""
 OUTER_RATE, OUTER_MOMENTUM = 0.9, 0.5
@@ -50,6 +52,7 @@ class Scenario:
         fragments: of the vector, which rounds average in turn.
         voters: peers in the first roster; 0: all, up to `MAX_ROSTER`. The others observe until a record admits them.
         clusters: no roster is larger than the first one, and the work of the others counts, through its members.
+        robust: the rule by which reducers average.
     """
 
     protocol: str = "butterfly"
@@ -77,9 +80,11 @@ class Scenario:
     fragments: int = 1
     voters: int = 0
     clusters: bool = False
+    robust: str = "mean"
 
     def __post_init__(self) -> None:
-        for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
+        protocols = (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)
+        for name, known in (("protocol", protocols), ("fault", FAULTS), ("robust", RULES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         if self.peers < 1 or self.rounds < 1:
@@ -97,6 +102,8 @@ class Scenario:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")
 
     def _check_butterfly(self) -> None:
+        if self.robust != "mean" and self.protocol not in RULED_PROTOCOLS:
+            raise ValueError(f"{self.protocol} takes no robust rule")
         streams = self.overlaps or self.fragments > 1
         if self.protocol != "butterfly" and (self.stages > 1 or streams):
             raise ValueError(f"stages, overlap and fragments are of the butterfly, not of {self.protocol}")
@@ -146,8 +153,9 @@ def resolve(scenario: Scenario) -> Scenario:
     apart = random.Random(f"codec/{scenario.seed}")
     if apart.random() < 0.3:
         later = apart.choice(LATER_CODECS)
-        # Other protocols need whole vectors; with parts of 4096 elements a liar may have no receiver.
-        if later != "topk" or (scenario.protocol == "butterfly" and scenario.fault != "lies"):
+        # Other protocols and rules need whole vectors; with parts of 4096 elements a liar may have no receiver.
+        whole = scenario.protocol != "butterfly" or scenario.robust != "mean" or scenario.fault == "lies"
+        if later != "topk" or not whole:
             chosen = later
     lie = LIES[rng.randrange(13) % len(LIES)]  # there were 13: the seeds draw what they drew
     if scenario.protocol in INDEPENDENT_LIES:

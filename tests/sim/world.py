@@ -284,6 +284,7 @@ class World(SimSwarm):
             overlaps=scenario.overlaps,
             voters=len(self.roster) if scenario.clusters else MAX_ROSTER,
             clusters=scenario.clusters,
+            robust=scenario.robust,
         )
 
     # -- rounds and their reports -------------------------------------------------------------------------------------

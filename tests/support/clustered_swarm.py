@@ -75,6 +75,7 @@ class ClusteredSwarm(SimSwarm):
         self.idle, self.peers, self.versions = idle, dict[PeerId, ClusterPeer](), list[ResolvedClusters]()
         self.offers, self.offered = list[tuple[Offer, ...]](), list[ClusterOffer]()
         self.moved = dict[PeerId, int]()  # members that have offered their work to another cluster, too
+        self.tokens: Sequence[int] = (64, 128, 256)  # each peer that is not idle has trained one of these numbers
         self.norms = dict[PeerId, float]()  # declared by peers instead of `NORM`
         self.slow = dict[PeerId, float]()  # bytes/s of peers with slow lines
         self.late = dict[PeerId, float]()  # seconds after which peers begin their data phase
@@ -102,7 +103,7 @@ class ClusteredSwarm(SimSwarm):
         )
 
     def _offer(self, name: PeerId, lead: PeerId) -> Offer:
-        tokens = 0 if name in self.idle else self.draw.choice([64, 128, 256])
+        tokens = 0 if name in self.idle else self.draw.choice(self.tokens)
         made = Offer(Member(name), tokens, self.norms.get(name, NORM), 1.0, True, False, 1e6, ROOT, b"")
         return replace(made, signature=SimSigner(name, self.seed).sign(OfferToLead(KEY, lead, made).signed()))
 

@@ -19,6 +19,7 @@ from node.tasks.gpt import Gpt
 from node.tasks.gpt_presets import PRESETS, recipe_for
 from node.tasks.paced import Paced
 from node.tasks.recipe import MAX_ELEMENTS, Recipe
+from protocols.vectors.robust import RULES
 from tests.support.refusals import one_line
 
 PROTOCOLS = ("butterfly", "moshpit", "gossip")
@@ -152,7 +153,8 @@ def test_new_runs_cap_weights_and_older_ones_keep_their_bound() -> None:
 def test_new_runs_have_clusters_unless_a_setting_prevents_it() -> None:
     """Runs that say nothing were begun before there were any."""
     assert run().clusters and run({"voters": 8}).clusters and run({"recipe.overlap": "keep"}).clusters
-    for settings in ({"protocol": "moshpit"}, {"robust": "krum"}, {"codec": "topk"}, {"stages": 2}):
+    assert all(run({"robust": rule}).clusters for rule in RULES)
+    for settings in ({"protocol": "moshpit"}, {"codec": "topk"}, {"stages": 2}):
         assert run(settings).clusters is None
     assert run({"clusters": False}).clusters is False
 
@@ -184,10 +186,9 @@ def test_new_runs_have_clusters_unless_a_setting_prevents_it() -> None:
             "max_weight is for butterfly and moshpit and the robust rule mean: not",
         ),
         ("clusters = false\nvoters = 8", "voters is for runs with clusters: leave out voters, or clusters = false"),
-        ("voters = 8\nrobust = 'krum'", "voters is for runs with clusters: not for robust krum"),
+        ("voters = 8\ncodec = 'topk'", "voters is for runs with clusters: not for codec topk"),
         ("clusters = true\nvoters = 2", "voters"),
         ("clusters = true\nprotocol = 'moshpit'", "clusters and protocol moshpit do not go together"),
-        ("clusters = true\nrobust = 'krum'", "clusters and robust krum do not go together"),
         ("clusters = true\nstages = 2", "clusters and stages 2 do not go together"),
         ("clusters = true\ncodec = 'topk'", "clusters and codec topk do not go together"),
         ("max_weight = 2\nrobust = 'krum'", "not for robust krum, where no weight exceeds one"),
