@@ -406,8 +406,15 @@ class StageRefill:
 
     def _prospect(self, stage: int) -> str:
         """What becomes of a lost stage."""
-        holders = self._newest(stage)
+        from protocols.pipeline.backups import proposers
+
+        holders, known = self._newest(stage), self._seats.known.get(stage)
         if not holders:
             return "no live peer has a backup, so the run waits for one of its members"
+        if known and not proposers(self._view(), stage, known.number + 1, holders):
+            return (
+                "no peer with a backup of it may go there: each was given its stage, or is the last one there; "
+                f"start one without --stage ({', '.join(map(short, sorted(holders)))}), or let more peers join"
+            )
         problem = f"; {self.problems[stage]}" if stage in self.problems else ""
         return f"it begins again from a backup after {max(holders.values())} rounds{problem}"

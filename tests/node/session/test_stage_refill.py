@@ -23,6 +23,7 @@ from node.membership.peer_record import NOTHING_SAID, PeerRecord
 from node.session.stage_refill import COMING_SECONDS, NEW_SECONDS, REFUSAL_SECONDS, Promises, StageRefill
 from protocols.aio import loop_time
 from protocols.base import Member
+from protocols.pipeline.balance import PlacedPeer, Placements
 from tests.support.simulated import on_virtual_time
 
 
@@ -106,6 +107,26 @@ async def test_stage_without_a_member_is_lost(live: bool, member: bool, rounds: 
     watch._note_lost()
     await asyncio.sleep(100.0)
     assert (watch.lost_seconds(1) >= 100.0) == lost and watch.lost_seconds(0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("pinned", "replicas", "said"), ((False, 2, "from a backup after 7"), (True, 2, "no peer"), (False, 1, "no peer"))
+)
+@on_virtual_time
+async def test_lost_stage_waits_if_no_holder_of_its_backup_may_go(pinned: bool, replicas: int, said: str) -> None:
+    """Peers that were given their stage stay, such as those of `swarm`; the last one of a stage stays, too."""
+    watch = refill(contact(live=False, member=True))
+    others = [
+        PlacedPeer("x", 0, pinned=pinned),
+        *(PlacedPeer(str(each), 0, pinned=True) for each in range(replicas - 1)),
+    ]
+    watch._seats.known = {1: seat(0)}  # type: ignore[misc]
+    watch._seats.lost_rounds = dict  # type: ignore[method-assign]
+    watch._view = lambda: Placements(bytes(32), 9, (1.0, 1.0), others)
+    watch._held = lambda: {1: 7}
+    watch._note_lost()
+    await asyncio.sleep(100.0)
+    assert said in watch.describe()
 
 
 @pytest.mark.parametrize(
