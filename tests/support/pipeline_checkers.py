@@ -1,4 +1,4 @@
-"""What must hold of a pipeline, judged on the events of all its peers (docs/pipeline.md).
+"""What must hold of a pipeline, judged on the events of all its peers (docs/pipeline-protocol.md).
 
 counted-once      a microbatch counts at most once in each stage, over all replicas and incarnations
 counted-below     what a stage has counted, the stage after it has counted before
