@@ -64,6 +64,10 @@ class OwnCluster:
             self.members = clustered_plan.resolve_cluster(whole, self.index, self._offers[known])
 
     @property
+    def lead(self) -> PeerId:
+        return self.whole.peers[self.index] if self.whole and self.members else ""
+
+    @property
     def peers(self) -> tuple[PeerId, ...]:
         return self.members.peers if self.members else ()
 
@@ -109,7 +113,7 @@ class OwnCluster:
         whole = self.whole
         if whole is None or self.members is None or whole.digest != version.plan:
             return None
-        if peer != whole.peers[self.index] and peer not in self.standby():
+        if peer not in (self.lead, *self.standby()):
             return None
         return replace(whole.plan, ballot=version.ballot, version=version.version, reducers=version.reducers)
 
@@ -156,7 +160,7 @@ class OwnCluster:
         }
         if whole is None or members is None or whole.digest != record.plan:
             return replace(result, clusters=others)
-        others.pop(whole.peers[self.index], None)
+        others.pop(self.lead, None)
         own = [masks[self.index] for masks in chunks]
         return replace(
             result,

@@ -61,6 +61,7 @@ from protocols.vectors.views import VectorView
 from protocols.wire import MAX_ROSTER
 
 WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
+VOTE_SECONDS = 1.0  # after the data phase until an associate asks another voter than its lead what was decided
 ASK_SECONDS = 0.25  # time for a peer in the next round to send this round's certificate, before another one is asked
 
 
@@ -346,11 +347,28 @@ class Round:
             self.changed.notify()
 
     async def _ask_unless_told(self) -> None:
-        """Ask to be admitted and told what is decided, unless a lead tells it: then when that one is lost or late."""
-        while self.call.is_told() and not self.over() and loop_time() < self._told_by():
-            await self.until(self.over, min(self._told_by(), self._within(WATCH_SECONDS)))
+        """Ask to be admitted and told what is decided, unless a lead tells it: then when that one is lost or late.
+
+        A lead that is stopped is lost after seconds. So the voter that stands by is asked before, by a peer that has
+        the whole mean.
+        """
+        has_asked = False
+        while self.call.is_told() and not self.over() and (now := loop_time()) < self._told_by():
+            if not has_asked and now >= self._lead_due():
+                has_asked = True
+                for standby in {*self.cluster.standby()} - {self.cluster.lead}:
+                    self._request_admission(standby)
+            dues = self._told_by(), self._lead_due(), self._within(WATCH_SECONDS)
+            await self.until(self.over, min(due for due in dues if due > now))
         if not self.over():
             self._ask_admission()
+
+    def _lead_due(self) -> Deadline:
+        """When an associate expects the certificate from its lead: the vote takes a part of the time of the data."""
+        exchange = self.exchange
+        if exchange is None or not exchange.complete:
+            return self.deadline
+        return exchange.finished + VOTE_SECONDS + self.vote.phase_seconds / 2
 
     def _told_by(self) -> Deadline:
         resolved, patience_seconds = self.call.resolved, self.vote.patience_seconds
