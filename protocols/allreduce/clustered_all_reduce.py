@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from protocols.streams.endpoint import RoundAccounting
 from protocols.wire import Contribute, Offer
 
 TRIES = 3  # streams to one relay of a part: each repair of a reducer ends one
+UNTOLD_SECONDS = 1.0  # for a cluster that has lost its lead to come, and half of the time of the data phase
 
 
 class _Replaced(PeerSilent):
@@ -92,12 +93,24 @@ class ClusteredAllReduce(AllReduce):
             self._notifier.notify()
 
     def lose(self, peer: PeerId, why: str) -> None:
+        if peer in self.clusters.peers and peer not in self._lost:
+            cut_at = self.task.silent - self.task.patience_seconds
+            patience_seconds = UNTOLD_SECONDS + self.task.resolved.phase_seconds / 2
+            until = loop_time() if peer in self.clusters.lone else max(loop_time(), cut_at) + patience_seconds
+            asyncio.get_running_loop().call_at(until, self._lose_untold, peer)
         self._lost.setdefault(peer, why)
         for aggregator in self._aggregators.values():
             aggregator.lose(peer, why)
         for reducer in self._partials.values():
             reducer.lose_aggregator(peer, why)
         self._notifier.notify()
+
+    def _lose_untold(self, lead: PeerId) -> None:
+        """Wait no longer for a cluster that did not come: its lead may have been lost before it passed the plan on."""
+        if self.clusters.peers.index(lead) not in self._known:
+            self._mute[lead] = "silent: it has lost its lead"
+            for reducer in self._partials.values():
+                reducer.lose(lead, self._mute[lead])
 
     def take(self, part: int, held: ReducedPart) -> None:
         super().take(part, held)
@@ -197,7 +210,8 @@ class ClusteredAllReduce(AllReduce):
             if again:
                 self.restarted.add(part)
             try:
-                return self.take(part, await self._fetch(part, relay, reducer))
+                fetching = self._fetch(part, relay, reducer)
+                return self.take(part, await run_with_helper(fetching, self._until_reassigned(part, reducer)))
             except (BadPayload, _Replaced):
                 break
             except PeerError as error:
@@ -228,12 +242,8 @@ class ClusteredAllReduce(AllReduce):
             offers=self._offers,
             relays=aggregator is None,
         )
-        async with AsyncExitStack() as opened:
-            stream = await opened.enter_async_context(self._opened(reducer, task))
-            await opened.enter_async_context(self._accounting.counting(stream))
-            return await run_with_helper(
-                relay.fetch(stream, opening, aggregator), self._until_reassigned(part, reducer)
-            )
+        async with self._opened(reducer, task) as stream, self._accounting.counting(stream):
+            return await relay.fetch(stream, opening, aggregator)
 
     async def _until_reassigned(self, part: int, reducer: PeerId) -> None:
         def is_over() -> bool:
@@ -269,10 +279,9 @@ class ClusteredAllReduce(AllReduce):
         began = loop_time()
         for left in reversed(range(TRIES)):
             try:
-                async with self._opened(peer, self.task) as stream, self._accounting.counting(stream):
-                    receiving = contribute(self.task, part, stream, again)
-                    self.take(part, await run_with_helper(receiving, self._until_lost(peer, began)))
-                    return True
+                asking = self._contribute(part, peer, again)
+                self.take(part, await run_with_helper(asking, self._until_lost(peer, began)))
+                return True
             except (BadPayload, _Replaced):
                 return False
             except PeerError as error:  # maybe the part is reduced again: the stream ends then, and the peer is well
@@ -282,6 +291,10 @@ class ClusteredAllReduce(AllReduce):
             again = True
             self.restarted.add(part)
         return False
+
+    async def _contribute(self, part: int, peer: PeerId, again: bool) -> ReducedPart:
+        async with self._opened(peer, self.task) as stream, self._accounting.counting(stream):
+            return await contribute(self.task, part, stream, again)
 
     def _overdue(self, began: float) -> Deadline:
         """When a part that was asked for is overdue: long after other parts came in, which should take as long.

@@ -52,7 +52,7 @@ class ClusteredStart(RoundStart):
         self._look: asyncio.TimerHandle | None = None
         attachment.on_change = self._places_changed
         self.cluster.standby = attachment.leads
-        self.cluster.followers = attachment.followers
+        self.cluster.followers = self._followers
 
     def close(self) -> None:
         super().close()
@@ -71,12 +71,17 @@ class ClusteredStart(RoundStart):
         mine = (member.peer for member in attachment.book.associates())
         return {*mine, *self.cluster.peers, *attachment.followers(of_lost_leads=True)} - roster
 
+    def _followers(self) -> Collection[PeerId]:
+        """Associates may be in another cluster of the plan, whose lead they have lost since."""
+        return {*self._attachment.followers(), *(member.peer for member in self._attachment.book.associates())}
+
     def on_plan(self, plan: Plan | ClusteredPlan) -> None:
         super().on_plan(plan)
         if len(self.cluster.peers) > 1:
             self._attachment.partners = self.cluster.peers
 
     def _places_changed(self) -> None:
+        self.cluster.tell_followers()
         self._tell_lead()
         self._consider()
 

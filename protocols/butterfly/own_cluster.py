@@ -40,10 +40,12 @@ class OwnCluster:
         self.second: ResolvedPlan | None = None  # the same of another cluster that counts on this peer, which moved
         self._second = 0  # its index
         self.standby: Callable[[], Collection[PeerId]] = tuple  # besides the lead, a member takes versions from these
-        self.followers: Callable[[], Collection[PeerId]] = tuple  # members of other clusters that this peer stands by
+        self.followers: Callable[[], Collection[PeerId]] = tuple  # this voter tells them of later versions, too
         self._me, self._inputs, self._post, self._verify = me, inputs, post, verify
         self._offers: dict[bytes, tuple[Offer, ...]] = {}
         self._passed_on = b""
+        self._repair: ClusterVersion | None = None
+        self._told: set[PeerId] = set()  # of followers, about the repair
 
     def keep(self, digest: bytes, offers: Sequence[Offer]) -> None:
         """Keep the checked offers that a cluster's offer names by this digest. This peer's own one is among them."""
@@ -83,8 +85,15 @@ class OwnCluster:
                 if peer != self._me.peer:
                     self._post.send(peer, told)
         if (plan.ballot, plan.version) != (0, 0):
-            for peer in set(self.followers()) - {*self.peers}:
-                self._post.send(peer, version)
+            self._repair, self._told = version, {*self.peers}
+            self.tell_followers()
+
+    def tell_followers(self) -> None:
+        """Tell followers of the latest repair, each once. A member follows another voter once it has lost its lead."""
+        if self._repair:
+            for peer in {*self.followers()} - self._told:
+                self._told.add(peer)
+                self._post.send(peer, self._repair)
 
     # -- at its members -----------------------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 
 from protocols import wire
+from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.clustered_all_reduce import UNTOLD_SECONDS
 from protocols.allreduce.clustered_plan import ClusterOffer, ClusterReady, OfferToLead
-from protocols.base import BadPayload, Header, Member, PeerId
+from protocols.base import BadPayload, Header, Member, PeerId, Vector
 from protocols.butterfly.attachment import Attach, AttachReply
 from protocols.butterfly.call import RestingMembers
 from protocols.butterfly.cluster_call import ClusteredStart
@@ -21,6 +23,7 @@ from tests.sim.host import SimSigner
 from tests.support.calling_clusters import ROOT, CallingClusters
 from tests.support.long import diagonal
 from tests.support.simulated import simulated
+from tests.support.waiting import until
 
 ROLES, FAULTS = ("lead", "standby", "associate"), ("death", "restart", "stall", "silence")
 PLACES = (0.2, 0.7)  # of the round's messages of a peer
@@ -346,6 +349,69 @@ async def test_standby_tells_associates_of_lost_leads(peers: Hostile) -> None:
     peers.network.contacts.views[standby].lose(lead)
     assert "a0" in peers.call(standby).to_tell()
     assert not set(peers.call(lead).to_tell()) & set(peers.voters)
+
+
+def exchange(peers: CallingClusters, name: PeerId, round: int) -> AllReduce | None:
+    session = peers.rounds[name]
+    return session.exchange if session.head.key.round == round else None
+
+
+class Long(CallingClusters):
+    """The data phase takes a quarter of a second."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8, elements=60_000, chunk=5_000)
+
+    def declared_norm(self, vector: Vector) -> float:
+        return 2.0 * float(vector.norm())
+
+
+@simulated(Long)
+async def test_repair_gets_to_associates_that_have_a_new_lead(peers: Long) -> None:
+    """They leave the voter that stood by at once. Their work counts in the part that the lost coordinator reduced."""
+    await peers.until(2)
+    await until(lambda: all(exchange(peers, name, 3) for name in peers.names), 10.0)
+    lost = peers.rounds["v0"].vote.tally.coordinator(0)
+    vote = next(peers.rounds[name].vote for name in peers.voters if name != lost)
+    moved = {name for name in peers.associates if peers.lead(name) == lost}
+    peers.network.kill(lost)
+    killed = peers.now
+    await peers.until(3)
+    assert vote.paxos.ballot > 0 and moved and {peers.lead(name) for name in moved} <= {*peers.voters} - {lost}
+    assert peers.now - killed < CALM_SECONDS
+    parts = [peers.results[name][3].contributions[name] for name in sorted(moved)]
+    assert all(each.chunks_counted == each.chunks for each in parts)
+
+
+@pytest.mark.parametrize(("alone", "seconds"), [(True, 0.5), (False, 0.5 + UNTOLD_SECONDS)])
+@simulated(CallingClusters, 4, 8)
+async def test_cluster_whose_lead_died_with_the_plan_is_not_waited_for(
+    peers: CallingClusters, alone: bool, seconds: float
+) -> None:
+    """Nobody else can tell it the plan. The others hear nothing of it, and see that its lead is gone."""
+    await peers.until(2)
+    await until(lambda: all(peers.rounds[name].head.key.round == 3 for name in peers.names), 10.0)
+    leads, first = {peers.lead(name) for name in peers.associates}, peers.rounds["v0"].vote.tally.coordinator(0)
+    lost = next(name for name in peers.voters if name != first and (name in leads) != alone)
+    for name in peers.associates:
+        peers.network.block(lost, name)
+    await until(lambda: all(exchange(peers, name, 3) for name in peers.voters), 10.0)
+    peers.network.kill(lost)
+    killed = peers.now
+    await until(lambda: all(len(peers.chains[name]) > 3 for name in peers.voters if name != lost), 10.0)
+    assert peers.now - killed < seconds
+
+
+@simulated(CallingClusters, 4, 8)
+async def test_standby_tells_the_decision_before_a_stopped_lead_is_lost(peers: CallingClusters) -> None:
+    await peers.until(2)
+    lead = peers.lead("a0")
+    assert lead
+    await until(lambda: (held := exchange(peers, "a0", 3)) is not None and held.complete, 10.0)
+    peers.network.block(lead, "a0")
+    began = peers.now
+    await until(lambda: len(peers.chains["a0"]) > 3, 10.0)
+    assert peers.now - began < 2.0 and peers.lead("a0") == lead, "its failure detector takes longer"
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
