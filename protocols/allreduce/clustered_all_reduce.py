@@ -279,7 +279,7 @@ class ClusteredAllReduce(AllReduce):
         began = loop_time()
         for left in reversed(range(TRIES)):
             try:
-                asking = self._contribute(part, peer, again)
+                asking = self._contribute_through(part, peer, again)
                 self.take(part, await run_with_helper(asking, self._until_lost(peer, began)))
                 return True
             except (BadPayload, _Replaced):
@@ -292,7 +292,7 @@ class ClusteredAllReduce(AllReduce):
             self.restarted.add(part)
         return False
 
-    async def _contribute(self, part: int, peer: PeerId, again: bool) -> ReducedPart:
+    async def _contribute_through(self, part: int, peer: PeerId, again: bool) -> ReducedPart:
         async with self._opened(peer, self.task) as stream, self._accounting.counting(stream):
             return await contribute(self.task, part, stream, again)
 

@@ -72,6 +72,11 @@ class Attachment:
             self.search.refused_by(peer)
             self._notify()
 
+    def count(self, counted: bool) -> None:
+        """Note whether this peer's work counted in a round for which it had offered all of it to its lead."""
+        self.search.count(counted)
+        self._notify()
+
     async def run(self, deadline: Deadline) -> None:
         """Search for a lead and a standby as long as this peer has none, and notice when they or associates die."""
         async with task_group() as group:

@@ -35,6 +35,9 @@ MEETING_ROUNDS = 4
 LEFT_OUT_ROUNDS = 2
 """A peer attaches while the roster is not full, too, after so many records that did not admit it."""
 
+UNCOUNTED_ROUNDS = 3
+"""An associate leaves its lead after so many rounds in a row in which its work did not count."""
+
 LineageOf = Callable[[int], bytes | None]
 """Round -> the lineage that it extends on this peer's branch; None if this peer does not know it."""
 
@@ -194,9 +197,11 @@ class LeadSearch:
         self._order: tuple[PeerId, ...] = ()
         self._seeks = False  # a lead, for the order that it has now
         self._until = 0  # the first round without the lead's place
+        self._uncounted = 0  # rounds in a row
         self._asked: set[PlaceRequest] = set()  # not yet answered
         self._willing: dict[Member, int] = {}  # voters that gave a place in this search, and their fills
         self._refused: set[PeerId] = set()
+        self._slow: set[PeerId] = set()  # a round ended before their answer
         self._given_up: list[PeerId] = []  # voters whose places this peer needs no more
         self._seen: frozenset[Member] = frozenset()
         self._pause_seconds, self._not_before = RETRY_SECONDS, 0.0
@@ -205,8 +210,9 @@ class LeadSearch:
 
     def begin(self, key: RoundKey, roster: Sequence[Member], full: int, lineage_of: LineageOf) -> None:
         """Begin a round, or another attempt at it. `full`: size of a roster that admits nobody. What was asked and not
-        answered in the last one is asked again.
+        answered in the last one is asked again, after the other voters: rounds may be shorter than the time for it.
         """
+        self._slow |= {ask.voter for ask in self._asked}
         self._given_up += [ask.voter for ask in self._asked]
         self._asked.clear()
         if self._entered < 0:
@@ -236,6 +242,7 @@ class LeadSearch:
         """Take a voter's answer. Each incarnation has its own places: `voter` is the one that was live when asked."""
         is_due = ask in self._asked
         self._asked.discard(ask)
+        self._slow.discard(ask.voter)
         if not reply.accepted:
             self._hear_refusal(ask, reply)
         elif is_due and ask.lead == ask.voter and self._seeks:
@@ -257,6 +264,13 @@ class LeadSearch:
     def refused_by(self, peer: PeerId) -> None:
         """A voter says unasked that this peer has no place in its cluster."""
         if self.lead and self.lead.peer == peer:
+            self._drop(self.lead)
+
+    def count(self, counted: bool) -> None:
+        """Note whether this peer's work counted in a round. A lead may be alive and tell it nothing, or lie."""
+        self._uncounted = 0 if counted else self._uncounted + 1
+        if self.lead and self._uncounted >= UNCOUNTED_ROUNDS:
+            self._uncounted = 0
             self._drop(self.lead)
 
     def see(self, live: Collection[Member]) -> bool:
@@ -312,9 +326,12 @@ class LeadSearch:
 
     def _next(self) -> tuple[PeerId, ...]:
         """The voters to ask next: for a lead by the order's rule, for a standby one after the other."""
+        return self._first_but(self._refused | self._slow) or self._first_but(self._refused)
+
+    def _first_but(self, others: Collection[PeerId]) -> tuple[PeerId, ...]:
         if self._seeks or self.lead is None:
-            return clusters.next_leads(self._order, self._refused)
-        return tuple(each for each in self._order if each not in (*self._refused, self.lead.peer))[:1]
+            return clusters.next_leads(self._order, others)
+        return tuple(each for each in self._order if each not in (*others, self.lead.peer))[:1]
 
     def _restart(self, seed: int | None, order: tuple[PeerId, ...]) -> None:
         """Search anew, by another order: an epoch has begun, or the roster has changed.
@@ -323,7 +340,7 @@ class LeadSearch:
         """
         is_new = seed != self._seed
         self._given_up += [ask.voter for ask in self._asked] + [member.peer for member in self._willing]
-        self._asked, self._willing, self._refused = set(), {}, set()
+        self._asked, self._willing, self._refused, self._slow = set(), {}, set(), set()
         self._seed, self._order = seed, order
         self._seeks = is_new or self.lead is None
         self._pause_seconds, self._not_before = RETRY_SECONDS, 0.0

@@ -30,7 +30,18 @@ from protocols.allreduce.clustered_plan import (
     RoundPlan,
 )
 from protocols.allreduce.plan import ResolvedPlan
-from protocols.base import BadPayload, Deadline, Head, Header, LocalProgress, Member, PeerId, RoundKey, Signer
+from protocols.base import (
+    AveragingResult,
+    BadPayload,
+    Deadline,
+    Head,
+    Header,
+    LocalProgress,
+    Member,
+    PeerId,
+    RoundKey,
+    Signer,
+)
 from protocols.butterfly.own_cluster import OwnCluster
 from protocols.consensus.record import coordinators
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
@@ -127,6 +138,7 @@ class RoundStart:
         """
         self.cut = asyncio.Event()
         self.resolved: RoundPlan | None = None  # the latest plan; None before the call
+        self.result: AveragingResult | None = None  # of the attempt, once it is known
         self.cut_at = deadline  # when the last member has to send its work
         self._present, self._roster_changes, self._lagging = present, roster_changes, lagging
         self._resting, self._stated = resting, False

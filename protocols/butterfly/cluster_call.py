@@ -24,7 +24,11 @@ from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterOffer, Clus
 from protocols.base import BadPayload, Header, LocalProgress, PeerId
 from protocols.butterfly.attaching import Attachment
 from protocols.butterfly.call import GROWTH, Resting, RoundStart, recency
+from protocols.consensus.record import Record
 from protocols.wire import Offer, Plan
+
+WAITED_SECONDS = 5.0
+"""An associate whose round ends undecided for it was kept waiting if its lead had all of its work for so long."""
 
 
 class ClusteredStart(RoundStart):
@@ -49,6 +53,7 @@ class ClusteredStart(RoundStart):
         self._member_seconds: dict[PeerId, float] = {}  # when they were complete
         self._made: tuple[ClusterOffer, tuple[Offer, ...]] | None = None  # not yet signed
         self._told: tuple[PeerId, Offer] | None = None  # the lead that this associate told last, and what
+        self._told_at = 0.0
         self._look: asyncio.TimerHandle | None = None
         attachment.on_change = self._places_changed
         self.cluster.standby = attachment.leads
@@ -57,6 +62,7 @@ class ClusteredStart(RoundStart):
     def close(self) -> None:
         super().close()
         self._attachment.on_change = lambda: None
+        self._judge_lead()
         self._stop_looking()
 
     def is_told(self) -> bool:
@@ -107,12 +113,23 @@ class ClusteredStart(RoundStart):
         told = self._told[1] if self._told and self._told[0] == lead.peer else None
         if told and not _is_news(told, mine):
             return
-        self._told = lead.peer, mine
+        self._told, self._told_at = (lead.peer, mine), loop_time()
         offer = OfferToLead(self._key, lead.peer, mine)
         signature = self._signer.sign(offer.signed())
         self._post.send(lead.peer, replace(offer, offer=replace(mine, signature=signature)))
         if self._statement:
             self._post.send(lead.peer, self._statement)
+
+    def _judge_lead(self) -> None:
+        """Note whether the work that this associate has offered counted, once that is known."""
+        if self._told is None or not (self._told[1].complete and self._told[1].tokens):
+            return
+        result = self.result
+        if result and isinstance(result.record, Record):
+            if result.record.averaged:
+                self._attachment.count(self._me.peer in result.peers)
+        elif loop_time() - self._told_at >= WAITED_SECONDS:
+            self._attachment.count(False)
 
     # -- at a lead ----------------------------------------------------------------------------------------------------
 

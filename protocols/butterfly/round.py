@@ -173,7 +173,7 @@ class Round:
             if self._running:  # nothing may write to `into` any more while it is decoded, or after the return
                 self._running.cancel()
                 await asyncio.wait([self._running])
-        mean = await self._conclude(parts, target)
+        mean = self.call.result = await self._conclude(parts, target)
         names, sent, received = self.accounting.take()
         blamed, moving = (*names, *mean.blamed), self.accounting.seconds_moving
         return replace(mean, blamed=blamed, bytes_sent=sent, bytes_received=received, seconds_moving=moving)

@@ -414,6 +414,34 @@ async def test_standby_tells_the_decision_before_a_stopped_lead_is_lost(peers: C
     assert peers.now - began < 2.0 and peers.lead("a0") == lead, "its failure detector takes longer"
 
 
+@simulated(CallingClusters, 4, 8)
+async def test_lead_behind_which_no_work_counts_is_left(peers: CallingClusters) -> None:
+    """It is alive, and takes the work, but tells this associate nothing."""
+    await peers.until(2)
+    lead = peers.lead("a0")
+    assert lead and "a0" in peers.counted(2)
+    post = peers.averagers[lead]._post
+    send = post.send
+    vars(post).update(send=lambda peer, message: None if peer == "a0" else send(peer, message))
+    await until(lambda: peers.lead("a0") not in (lead, None), 30.0)  # before its epoch ends
+    last = len(peers.chains["a0"])
+    await peers.until(last + 2)
+    assert "a0" in peers.counted(last + 2)
+
+
+@simulated(CallingClusters, 4, 8)
+async def test_lead_is_found_although_a_voter_never_answers(peers: CallingClusters) -> None:
+    """Rounds end before it counts as silent."""
+    await peers.until(2)
+    lead = peers.lead("a0")
+    assert lead
+    peers.network.block(lead, "a0")
+    await peers.until(8)
+    last = len(peers.chains["a0"])
+    await peers.until(last + 2)
+    assert "a0" in peers.counted(last + 2)
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 ROUND, LAST = 3, 11
