@@ -73,8 +73,9 @@ class Attachment:
             self._notify()
 
     def count(self, counted: bool) -> None:
-        """Note whether this peer's work counted in a round for which it had offered all of it to its lead."""
+        """Note whether anything of this peer's work, which its cluster had whole, counted in a round."""
         self.search.count(counted)
+        self.book.count(counted)
         self._notify()
 
     async def run(self, deadline: Deadline) -> None:

@@ -36,7 +36,9 @@ LEFT_OUT_ROUNDS = 2
 """A peer attaches while the roster is not full, too, after so many records that did not admit it."""
 
 UNCOUNTED_ROUNDS = 3
-"""An associate leaves its lead after so many rounds in a row in which its work did not count."""
+"""Lead and associates part after so many rounds in a row in which nothing counted of one or the other's work."""
+BARRED_ROUNDS = 64
+"""For so long a lead takes no peer back that it has sent away."""
 
 LineageOf = Callable[[int], bytes | None]
 """Round -> the lineage that it extends on this peer's branch; None if this peer does not know it."""
@@ -89,6 +91,8 @@ class ClusterBook:
         # A peer that was here when this voter began may have met the voters at any time.
         self._met: RecentDict[PeerId, int] = RecentDict(MAX_MET)
         self._began = math.inf
+        self._uncounted = 0  # rounds in a row
+        self._barred: RecentDict[PeerId, int] = RecentDict(MAX_MET)  # the first round in which a place is given again
 
     def begin(self, key: RoundKey, roster: Collection[Member], live: Iterable[Member]) -> None:
         """Begin a round. Places end with their epoch, and when the associate, its lead or this voter changes sides."""
@@ -129,6 +133,15 @@ class ClusterBook:
         self._places[member.peer] = replace(place, used=self._key.round)
         return True
 
+    def count(self, counted: bool) -> None:
+        """Note whether this voter's own work counted in a round of its cluster. Those who aggregate it may all lie."""
+        self._uncounted = 0 if counted else self._uncounted + 1
+        if self._key and self._uncounted >= UNCOUNTED_ROUNDS:
+            self._uncounted = 0
+            for member in self.associates():
+                del self._places[member.peer]
+                self._barred[member.peer] = self._key.round + BARRED_ROUNDS
+
     def take(self, attach: Attach, lineage_of: LineageOf) -> AttachReply:
         """Give a place, take one back, or refuse. The stream's end has been checked to be the sender."""
         peer = attach.sender.peer
@@ -146,6 +159,8 @@ class ClusterBook:
         """The place that a peer gets; None if there is none for it. `known`: the one that it had."""
         key, member, here = attach.key, attach.sender, self._key
         if here is None or not self._is_near(key, lineage_of) or member.peer in self._voters:
+            return None
+        if here.round < self._barred.get(member.peer, 0):
             return None
         met = self._met.put_newest(member.peer, lambda: here.round)
         seed = clusters.seed_round(member.peer, key.round, attach.known_since)

@@ -62,7 +62,7 @@ class ClusteredStart(RoundStart):
     def close(self) -> None:
         super().close()
         self._attachment.on_change = lambda: None
-        self._judge_lead()
+        self._judge_cluster()
         self._stop_looking()
 
     def is_told(self) -> bool:
@@ -120,15 +120,16 @@ class ClusteredStart(RoundStart):
         if self._statement:
             self._post.send(lead.peer, self._statement)
 
-    def _judge_lead(self) -> None:
-        """Note whether the work that this associate has offered counted, once that is known."""
-        if self._told is None or not (self._told[1].complete and self._told[1].tokens):
+    def _judge_cluster(self) -> None:
+        """Note whether the work counted that an associate has offered to its lead, or a lead for its own cluster."""
+        offer = self._told[1] if self._told else self._mine if self._votes and len(self.cluster.peers) > 1 else None
+        if offer is None or not (offer.complete and offer.tokens):
             return
         result = self.result
         if result and isinstance(result.record, Record):
             if result.record.averaged:
                 self._attachment.count(self._me.peer in result.peers)
-        elif loop_time() - self._told_at >= WAITED_SECONDS:
+        elif self._told and loop_time() - self._told_at >= WAITED_SECONDS:
             self._attachment.count(False)
 
     # -- at a lead ----------------------------------------------------------------------------------------------------

@@ -13,14 +13,17 @@ from protocols import wire
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.clustered_all_reduce import UNTOLD_SECONDS
 from protocols.allreduce.clustered_plan import ClusterOffer, ClusterReady, OfferToLead
-from protocols.base import BadPayload, Header, Member, PeerId, Vector
-from protocols.butterfly.attachment import Attach, AttachReply
+from protocols.base import BadPayload, Buffer, Header, Host, Member, PeerId, Vector
+from protocols.butterfly.attachment import UNCOUNTED_ROUNDS, Attach, AttachReply
 from protocols.butterfly.call import RestingMembers
 from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.butterfly.round import Round
-from protocols.wire import Offer
+from protocols.streams.framing import FramedStream
+from protocols.wire import Offer, Partial
 from tests.sim.host import SimSigner
+from tests.sim.transport import SimTransport
 from tests.support.calling_clusters import ROOT, CallingClusters
+from tests.support.disguises import sending
 from tests.support.long import diagonal
 from tests.support.simulated import simulated
 from tests.support.waiting import until
@@ -427,6 +430,32 @@ async def test_lead_behind_which_no_work_counts_is_left(peers: CallingClusters) 
     last = len(peers.chains["a0"])
     await peers.until(last + 2)
     assert "a0" in peers.counted(last + 2)
+
+
+class Pair(CallingClusters):
+    """The only associate aggregates its cluster's work, and sends none of it that can be used."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+
+    def host_on(self, transport: SimTransport) -> Host:
+        async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+            not_a_number = b"\xff" * len(payload)
+            await stream.send(header, not_a_number if isinstance(header, Partial) else payload)
+
+        if transport.me == "a0":
+            transport.disguise = sending(send)
+        return super().host_on(transport)
+
+
+@simulated(Pair)
+async def test_lead_parts_from_an_associate_that_wastes_its_work(peers: Pair) -> None:
+    """The others hear how it lies; the lead sees that nothing of its own counts."""
+    await until(lambda: peers.lead("a0") is not None, 10.0)
+    first = len(peers.chains["v0"]) + 1
+    last = first + 2 * UNCOUNTED_ROUNDS + 2  # both voters may lead it once
+    await peers.until(last)
+    assert peers.counted(first) != {"v0", "v1"} == peers.counted(last)
 
 
 @simulated(CallingClusters, 4, 8)
