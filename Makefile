@@ -85,6 +85,7 @@ sim-sixteen:
 	$(BIN)/python -m tests.sim --peers 16 --rounds 4 --seeds 0:4 --faults calm
 sim-clusters:
 	$(BIN)/python -m tests.sim --peers 9 --voters 3 --clusters --rounds 4 --seeds 10:12 --faults breaking
+	$(BIN)/python -m tests.sim --peers 9 --voters 3 --clusters --rounds 4 --seeds 102 --faults pausing
 	$(BIN)/python -m tests.sim --peers 36 --voters 6 --clusters --rounds 4 --seeds 0 --faults lies --json
 sim-breaking:
 	$(BIN)/python -m tests.sim --peers 5 --rounds 4 --seeds 0:12 --faults breaking

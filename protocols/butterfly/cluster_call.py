@@ -287,11 +287,11 @@ class ClusteredStart(RoundStart):
             raise BadPayload(f"a cluster of {cluster.lead.peer}, which is not the sender or not in the roster")
         if not self._verify(peer, message.signed(), cluster.signature):
             raise BadPayload("a cluster's offer with a forged signature")
-        if not self._votes:
+        if not self._votes or (self.resolved is not None and not self._of_clusters):  # it calls no round of clusters
+            if cluster.leaving:  # but it judges the next roster
+                self._take(_stand_in(cluster))
             return
         if not self._of_clusters:
-            if self.resolved is not None:  # the round was called without clusters
-                return
             self._begin_clusters()
             self._consider()
         self._clusters[peer] = cluster
