@@ -247,6 +247,8 @@ class Membership:
 
     def _on_forget(self, contact: PeerRecord) -> None:
         contact.hello = None
+        if contact.live:
+            self._bump()
         self._away.discard(contact.peer)
         self._lot.forget(contact.peer)
         if contact.task:

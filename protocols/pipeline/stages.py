@@ -25,16 +25,22 @@ class StageMembers:
 
     def __init__(self, members: Members, directory: StageDirectory, stage: int, me: Member) -> None:
         self._members, self._directory, self._stage, self._me = members, directory, stage, me
+        self._found: tuple[Member, ...] = ()
+        self._found_at: int | None = None  # the version of the members when these were found
 
     @property
     def version(self) -> int:
         return self._members.version
 
     def live(self) -> tuple[Member, ...]:
-        return tuple(
-            member for member in self._members.live()
-            if member == self._me or self._directory.stage_of(member.peer) == self._stage
-        )  # fmt: skip
+        """Asked for with each message, so the peers of the whole run are gone through once for each change."""
+        if self._found_at != self._members.version:
+            self._found_at = self._members.version
+            self._found = tuple(
+                member for member in self._members.live()
+                if member == self._me or self._directory.stage_of(member.peer) == self._stage
+            )  # fmt: skip
+        return self._found
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         return await self._members.changed(since, deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 
@@ -123,7 +124,7 @@ class Scenario:
             raise ValueError(f"a roster of {self.protocol} holds at most {MAX_ROSTER} peers, not {self.peers}")
         if self.clusters and (self.protocol != "butterfly" or self.stages > 1):
             raise ValueError("clusters are of the butterfly, without stages")
-        beyond = self.peers > (self.voters or MAX_ROSTER)
+        beyond = math.ceil(self.peers / self.stages) > (self.voters or MAX_ROSTER)  # each stage has a roster
         if beyond and (self.stages > 1 or (self.fault != "none" and not self.clusters)):
             raise ValueError("with observers, runs without stages and faults are played")
 

@@ -154,6 +154,9 @@ async def test_full_contact_table_reserves_room_for_roster(swarm: MembershipSwar
             contact.live, contact.hello = True, greeting(contact.peer)
     assert len(members.contacts()) == MAX_CONTACTS
     swarm.start("b")
+    version = members.version
+    members.add_candidate("b")
+    assert members.version > version, "a live peer has made way"
     await until(lambda: "b" in swarm.sees("a"), 20.0)
 
 

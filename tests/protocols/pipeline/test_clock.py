@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from protocols.base import Member
-from protocols.pipeline.stages import STUCK_SECONDS, StageClock
+from protocols.pipeline.stages import STUCK_SECONDS, StageClock, StageMembers
 
 
 def test_clock_follows_the_median_of_those_that_move() -> None:
@@ -29,3 +29,19 @@ def test_clock_follows_the_median_of_those_that_move() -> None:
     del said["c"]
     assert at(402.0) == 8 and at(403.0 + STUCK_SECONDS) == 9, "b has not moved for long"
     assert clock.rounds([], 1e6) == 9
+
+
+def test_stage_members_follow_changes_and_cost_nothing_between_them() -> None:
+    """In a run of hundreds each message asks for them."""
+    asked: list[str] = []
+    here = {"a": 0, "b": 1, "me": 1}
+
+    def stage_of(peer: str) -> int:
+        asked.append(peer)
+        return here[peer]
+
+    members: Any = SimpleNamespace(version=0, live=lambda: tuple(map(Member, here)))
+    mine = StageMembers(members, cast("Any", SimpleNamespace(stage_of=stage_of)), 1, Member("me"))
+    assert mine.live() == mine.live() == (Member("b"), Member("me")) and len(asked) == 2
+    here["c"], members.version = 1, 1
+    assert mine.live() == (Member("b"), Member("me"), Member("c"))
