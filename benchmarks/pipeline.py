@@ -1,14 +1,15 @@
 """Pipelines of unequal, unreliable peers: SWARM routing beside fixed columns.
 
-    python -m benchmarks.pipeline throughput [--seeds 0:3] [--lookahead 8] [--json FILE]
-    python -m benchmarks.pipeline churn [--seeds 0:3]
+    python -m benchmarks.pipeline throughput [--seeds 0:3] [--json FILE]
+    python -m benchmarks.pipeline churn [--seeds 0:3] [--lookahead 8] [--json FILE]
     python -m benchmarks.pipeline microbatches [--seeds 0:2]
     python -m benchmarks.pipeline silence [--seeds 0:6]
     python -m benchmarks.pipeline evaluation [--seeds 0:3]
     python -m benchmarks.pipeline chains [--seeds 0:3]
 
 throughput  microbatches/s between two rounds, as a share of the capacity of all replicas of the slowest stage.
-            `equal`: all replicas are equally fast. `1:4`: the four replicas of each stage have speeds 1, 2, 3 and 4
+            `equal`: all replicas are equally fast. `1:4`: the four replicas of each stage have speeds 1, 2, 3 and 4.
+            Stars and chains, without lookahead and with 8
 microbatches  the same for other numbers of stages and microbatches: two equal replicas in each stage, .5 s a microbatch
 churn       the same over many rounds. 5 % of the replicas restart each minute; each is away for half a minute
 silence     one of two or three equal replicas of the middle stage falls silent, each seed at another moment of a round
@@ -33,7 +34,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,7 @@ from tests.support.status_examples import REPORT
 
 STAGES, REPLICAS, BATCHES = 3, 4, 16
 LATENCY_SECONDS = 0.05
+LOOKAHEADS = (0, 8)
 MICROBATCH_SECONDS = (0.4, 1.0, 2.0)
 """Of a replica of speed 1: from small models to those that a volunteer's machine is needed for."""
 STAGE_NUMBERS, BATCH_NUMBERS = (2, 3, 4, 6), (8, 16, 32)
@@ -80,7 +82,7 @@ EVALUATED_STEPS, EVALUATED_SECONDS, SLOW_SECONDS = 4, 2400.0, 2.0
 EVALUATIONS = ("none", "beside", "between")
 CHAIN_STAGES, CHAIN_LINK = 4, 20e6 / 8
 CHAIN_SIZES = StageSizes(activation_bytes=2 * 128 * 512, gradient_bytes=2 * 128 * 512, target_bytes=128)
-CHAIN_MICROBATCH_SECONDS, CHAIN_LOOKAHEAD = 0.1, (0, 8)
+CHAIN_MICROBATCH_SECONDS = 0.1
 CHAIN_WARM_SECONDS, CHAIN_SECONDS = 20.0, 80.0
 
 
@@ -95,6 +97,12 @@ class Throughput:
     seed: int
     swarm: float
     columns: float
+    lookahead: int
+    is_chain: bool
+
+    @property
+    def way(self) -> str:
+        return ("chain" if self.is_chain else "star") + (f", A = {self.lookahead}" if self.lookahead else "")
 
 
 class MeasuredWorld(PipelineWorld):
@@ -225,21 +233,20 @@ def columns(rates: Sequence[Sequence[float]], away: Sequence[tuple[int, float]] 
     return total
 
 
-def throughput(seed: int, lookahead: int) -> list[Throughput]:
-    """Compare both routings for both kinds of speeds, between two rounds."""
-    found = []
-    for each in MICROBATCH_SECONDS:
-        measured = MEASURED_SECONDS * max(1.0, each)
-        for what, speeds in SPEEDS.items():
-            rates = shuffled(speeds, each, seed)
-            seconds, capacity = WARM_SECONDS + measured, sum(rates[0])
-            world = swarm(rates, seed, 1_000_000, Faults(), seconds, lookahead=lookahead)
-            rate = world.rate(WARM_SECONDS) / capacity
-            found.append(Throughput(f"{what}, {each:g} s", seed, rate, columns(rates) / capacity))
-    return found
+def throughput(seed: int) -> Iterator[Throughput]:
+    """Compare the ways of SWARM routing with columns for both kinds of speeds, between two rounds."""
+    for each, (what, speeds) in itertools.product(MICROBATCH_SECONDS, SPEEDS.items()):
+        rates = shuffled(speeds, each, seed)
+        seconds, capacity = WARM_SECONDS + MEASURED_SECONDS * max(1.0, each), sum(rates[0])
+        fixed = columns(rates) / capacity
+        for is_chain, lookahead in itertools.product((False, True), LOOKAHEADS):
+            scenario = scenario_of(rates, seed, 1_000_000, Faults(), lookahead=lookahead)
+            world = played(MeasuredWorld(replace(scenario, chains=is_chain), seconds))
+            share = world.rate(WARM_SECONDS) / capacity
+            yield Throughput(f"{what}, {each:g} s", seed, share, fixed, lookahead, is_chain)
 
 
-def churn(seed: int, lookahead: int) -> list[Throughput]:
+def churn(seed: int, lookahead: int) -> Iterator[Throughput]:
     """Compare both routings under the same restarts, drawn from the seed."""
     rng = random.Random(f"churn/{seed}")
     peers, away, time = STAGES * REPLICAS, [], WARM_SECONDS
@@ -256,7 +263,7 @@ def churn(seed: int, lookahead: int) -> list[Throughput]:
     world = swarm(rates, seed, CHURN_STEPS, faults, CHURN_SECONDS, lookahead=lookahead)
     rate = world.rate(WARM_SECONDS) / sum(rates[0])
     fixed = columns(rates, sorted(kept, key=lambda each: each[1]), CHURN_SECONDS) / sum(rates[0])
-    return [Throughput("churn", seed, rate, fixed)]
+    yield Throughput("churn", seed, rate, fixed, lookahead, False)
 
 
 def microbatches(numbers: Sequence[int], lookahead: int) -> None:
@@ -424,7 +431,7 @@ def chains(numbers: Sequence[int]) -> None:
     print("| lookahead | seed | star | chain | ratio | upload in a star: of the formula | in a chain |")
     print("|---" * 7 + "|")
     rates = [[1 / CHAIN_MICROBATCH_SECONDS] * 2] * CHAIN_STAGES
-    for lookahead, seed in itertools.product(CHAIN_LOOKAHEAD, numbers):
+    for lookahead, seed in itertools.product(LOOKAHEADS, numbers):
         scenario = scenario_of(rates, seed, 1_000_000, Faults(), lookahead=lookahead)
         scenario = replace(scenario, uplinks=(CHAIN_LINK,) * scenario.peers)
         ways = (Chains.NEVER, Chains.ALWAYS)
@@ -433,6 +440,31 @@ def chains(numbers: Sequence[int]) -> None:
         shares = [world.upload_bytes / world.pipeline().upload_bytes(world is chain) for world in (star, chain)]
         cells = (*(f"{rate:.2f}/s" for rate in found), f"{found[1] / found[0]:.2f}", *(f"{x:.3f}" for x in shares))
         print(f"| {lookahead} | {seed} | {' | '.join(cells)} |", flush=True)
+
+
+def print_shares(play: Callable[[int], Iterator[Throughput]], numbers: Sequence[int]) -> list[Throughput]:
+    """Print a row for each play as it ends, and the means over the seeds."""
+    found: list[Throughput] = []
+    for seed in numbers:
+        for what, ways in itertools.groupby(play(seed), key=lambda each: each.what):
+            mine = [*ways]
+            if not found:
+                header = ["speeds", "seed", *(each.way for each in mine), "fixed columns", "ratio of each"]
+                print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|")
+            print_row(what, str(seed), mine)
+            found += mine
+    for what in dict.fromkeys(each.what for each in found):
+        print_row(what, "mean", [each for each in found if each.what == what])
+    return found
+
+
+def print_row(what: str, seed: str, plays: Sequence[Throughput]) -> None:
+    fixed = fmean(each.columns for each in plays)
+    shares = [
+        fmean(each.swarm for each in plays if each.way == way) for way in dict.fromkeys(each.way for each in plays)
+    ]
+    ratios = ", ".join(f"{share / fixed:.2f}" for share in shares)
+    print(f"| {what} | {seed} | {' | '.join(f'{share:.2f}' for share in (*shares, fixed))} | {ratios} |", flush=True)
 
 
 PLAIN = {"silence": silence, "evaluation": evaluation, "chains": chains}
@@ -449,7 +481,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.lookahead < 0:
         parser.error(f"--lookahead is 0 or more, not {options.lookahead}")
-    if options.lookahead and options.experiment in PLAIN:
+    if options.lookahead and options.experiment in ("throughput", *PLAIN):
         parser.error(f"{options.experiment} takes no lookahead: leave it out")
     if options.json and options.experiment in ("microbatches", *PLAIN):
         parser.error(f"{options.experiment} writes no JSON: leave --json out")
@@ -460,18 +492,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.experiment in PLAIN:
         PLAIN[options.experiment](options.seeds)
         return 0
-    play = throughput if options.experiment == "throughput" else churn
-    found = []
-    print("| speeds | seed | SWARM | fixed columns | ratio |\n|---|---|---|---|---|")
-    for seed in options.seeds:
-        for each in play(seed, options.lookahead):
-            found.append(each)
-            print(f"| {each.what} | {seed} | {each.swarm:.2f} | {each.columns:.2f} | {each.swarm / each.columns:.2f} |")
-            sys.stdout.flush()
-    for what in dict.fromkeys(each.what for each in found):
-        mine = [each for each in found if each.what == what]
-        swarm_share, column_share = fmean(each.swarm for each in mine), fmean(each.columns for each in mine)
-        print(f"| {what} | mean | {swarm_share:.2f} | {column_share:.2f} | {swarm_share / column_share:.2f} |")
+    play = throughput if options.experiment == "throughput" else partial(churn, lookahead=options.lookahead)
+    found = print_shares(play, options.seeds)
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
     return 0
