@@ -2,7 +2,7 @@
 
     python -m benchmarks.thousand [--peers 32 256 1000] [--protocols clusters gossip moshpit] [--rounds 3] [--json FILE]
                                   [--elements 65536] [--chunks 1]
-    python -m benchmarks.thousand faults [--peers 1000] [--rounds 3]
+    python -m benchmarks.thousand faults [--peers 1000] [--rounds 3]    # joiners
     python -m benchmarks.thousand plot --json FILE --file build/thousand.png
 
 Simulated peers (`tests.sim`) with lines of 8 Mbit/s and messages that take 20 ms, in virtual time. Vectors of 256 KB of
@@ -16,7 +16,8 @@ clusters  32 voters, and the others behind them, which have their leads when the
 gossip    random pairs without training, until the spread over the peers' vectors is 1 % of the first
 moshpit   the same, in groups of the grid that fits the number of peers
 
-`faults`: calm rounds, then one in whose data phase .5 % of the peers die and 2 % send nothing any more. `plot` draws
+`faults`: calm rounds, then one in whose data phase .5 % of the peers die and 2 % send nothing any more. `joiners`: half
+of the peers have calm rounds, then the others come, all at once and with the state, and look for leads. `plot` draws
 what `--json` wrote.
 """
 
@@ -38,7 +39,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from benchmarks.thousand_swarms import ELEMENTS, TRAIN_SECONDS, VOTERS, WITHIN, FaultyThousand, Independent, Thousand
+from benchmarks.thousand_swarms import (
+    ELEMENTS,
+    TRAIN_SECONDS,
+    VOTERS,
+    WITHIN,
+    FaultyThousand,
+    Independent,
+    JoiningThousand,
+    Thousand,
+)
 from tests.sim.arguments import Parser, at_least_one
 
 ROUNDS = 3
@@ -143,8 +153,37 @@ def with_faults(peers: int, rounds: int) -> dict[str, Any]:
     return found
 
 
+def with_joiners(peers: int, rounds: int) -> dict[str, Any]:
+    """Calm rounds of half of the peers, then those until the work of the other half counts, too."""
+    swarm = JoiningThousand(peers)
+    found: dict[str, Any] = {"peers": peers}
+
+    async def main() -> None:
+        here, first = list(swarm.names), await swarm.until_all_count()
+        joined = first + rounds
+        await swarm.until_begun(joined)
+        calm = median(swarm.seconds(round) for round in range(first, joined))
+        swarm.add_joiners()
+        whole = await swarm.until_all_count()
+        await swarm.until_begun(whole + 1, here)
+        longest = max(swarm.seconds(round, here) for round in range(joined, whole + 1))
+        counted = {round: swarm.contributors[round] for round in range(joined, whole + 1)}
+        found.update(
+            joiners=len(swarm.joiners),
+            calm_seconds=calm,
+            longest_seconds=longest,
+            ratio=longest / calm,
+            rounds=whole - joined,
+            counted=counted,
+        )
+
+    swarm.play(main)
+    return found
+
+
 # -- what is printed and drawn ----------------------------------------------------------------------------------------
 
+PLAYS = {"faults": with_faults, "joiners": with_joiners}
 PROTOCOLS = ("clusters", "gossip", "moshpit")
 COLUMNS = (
     "| protocol | peers | sent, in vectors | frames; the most | s to 1 % | s a round | rounds | work lost | one state"
@@ -224,8 +263,8 @@ def draw(costs: Sequence[Cost], file: Path) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m benchmarks.thousand", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("table", "faults", "plot"), nargs="?", default="table")
-    parser.add_argument("--peers", type=at_least_one, nargs="+", help="default 32 256 1000; of faults 1000")
+    parser.add_argument("what", choices=("table", *PLAYS, "plot"), nargs="?", default="table")
+    parser.add_argument("--peers", type=at_least_one, nargs="+", help="default 32 256 1000; of faults and joiners 1000")
     parser.add_argument("--protocols", choices=PROTOCOLS, nargs="+", default=PROTOCOLS, help="default: all")
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, help="of clusters (default %(default)s)")
     parser.add_argument("--elements", type=at_least_one, default=ELEMENTS, help="of clusters (default %(default)s)")
@@ -233,7 +272,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="written, and read by plot")
     parser.add_argument("--file", type=Path, default=Path("build/thousand.png"), help="of plot (default %(default)s)")
     options = parser.parse_args(arguments)
-    options.peers = options.peers or ([1000] if options.what == "faults" else [32, 256, 1000])
+    options.peers = options.peers or ([1000] if options.what in PLAYS else [32, 256, 1000])
     if options.what == "plot" and not options.json:
         parser.error("plot needs --json FILE")
     return options
@@ -250,9 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         print(options.file)
         return 0
-    if options.what == "faults":
+    if play := PLAYS.get(options.what):
         for peers in options.peers:
-            print(json.dumps(with_faults(peers, options.rounds)), flush=True)
+            print(json.dumps(play(peers, options.rounds)), flush=True)
         return 0
     print(COLUMNS, "|" + 10 * "---|", sep="\n")
     costs = []

@@ -7,7 +7,7 @@ import hashlib
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -213,10 +213,11 @@ class Thousand(CallingClusters):
                 end, *after = self.began[last][name]
                 yield end - begin, after[0] - frames, after[1] - sent
 
-    def seconds(self, round: int) -> float:
-        """From the first peer's start until all have the mean."""
+    def seconds(self, round: int, names: Collection[PeerId] = ()) -> float:
+        """From the first peer's start until these, or all, have the mean."""
         began, ended = self.began[round], self.began[round + 1]
-        return max(end for end, *_ in ended.values()) - min(begin for begin, *_ in began.values())
+        last = max(end for name, (end, *_) in ended.items() if not names or name in names)
+        return last - min(begin for begin, *_ in began.values())
 
 
 class FaultyThousand(Thousand):
@@ -243,6 +244,22 @@ class FaultyThousand(Thousand):
 
     def _is_called(self, session: Round, round: int) -> bool:
         return session.head.key.round == round and session.call.resolved is not None
+
+
+class JoiningThousand(Thousand):
+    """Half of the peers join a run of the others, all at once, with its state. They have no leads then."""
+
+    keep_rounds = 4
+
+    def __init__(self, peers: int) -> None:
+        super().__init__(peers)
+        half = len(self.names) // 2
+        self.associates, self.joiners = self.associates[:-half], self.associates[-half:]
+
+    def add_joiners(self) -> None:
+        self.associates += self.joiners
+        for name in self.joiners:
+            self.start(name)
 
 
 class Independent(AveragingSwarm):
