@@ -247,13 +247,18 @@ class FaultyThousand(Thousand):
 
 
 class JoiningThousand(Thousand):
-    """Half of the peers join a run of the others, all at once, with its state. They have no leads then."""
+    """Half of the peers join a run of the others, all at once, with its state. They have no leads then.
+
+    Training takes longer than averaging: else one that was late fetches the mean, and is late for the next round.
+    """
 
     keep_rounds = 4
+    train_seconds_each = 4.0
 
     def __init__(self, peers: int) -> None:
         super().__init__(peers)
         half = len(self.names) // 2
+        self.train_seconds = dict.fromkeys(self.names, self.train_seconds_each)
         self.associates, self.joiners = self.associates[:-half], self.associates[-half:]
 
     def add_joiners(self) -> None:
