@@ -72,10 +72,14 @@ class Attachment:
             self.search.refused_by(peer)
             self._notify()
 
-    def count(self, counted: bool) -> None:
-        """Note whether anything of this peer's work, which its cluster had whole, counted in a round."""
-        self.search.count(counted)
-        self.book.count(counted)
+    def count(self, counted: bool, aggregators: Collection[PeerId] | None = None) -> None:
+        """Note whether most of this peer's work, which its cluster had whole, counted in a round. A lead also says who
+        aggregated it.
+        """
+        if aggregators is None:
+            self.search.count(counted)
+        else:
+            self.book.count(counted, aggregators)
         self._notify()
 
     async def run(self, deadline: Deadline) -> None:

@@ -36,7 +36,9 @@ LEFT_OUT_ROUNDS = 2
 """A peer attaches while the roster is not full, too, after so many records that did not admit it."""
 
 UNCOUNTED_ROUNDS = 3
-"""Lead and associates part after so many rounds in a row in which nothing counted of one or the other's work."""
+"""After so many rounds in a row an associate leaves a lead behind which its work does not count, and a lead sends those
+away that aggregate its own work if that does not.
+"""
 BARRED_ROUNDS = 64
 """For so long a lead takes no peer back that it has sent away."""
 
@@ -92,6 +94,7 @@ class ClusterBook:
         self._met: RecentDict[PeerId, int] = RecentDict(MAX_MET)
         self._began = math.inf
         self._uncounted = 0  # rounds in a row
+        self._suspects: set[PeerId] = set()  # they aggregated this voter's work in each of these
         self._barred: RecentDict[PeerId, int] = RecentDict(MAX_MET)  # the first round in which a place is given again
 
     def begin(self, key: RoundKey, roster: Collection[Member], live: Iterable[Member]) -> None:
@@ -133,14 +136,19 @@ class ClusterBook:
         self._places[member.peer] = replace(place, used=self._key.round)
         return True
 
-    def count(self, counted: bool) -> None:
-        """Note whether this voter's own work counted in a round of its cluster. Those who aggregate it may all lie."""
+    def count(self, counted: bool, aggregators: Collection[PeerId]) -> None:
+        """Note whether this voter's own work counted in a round in which these aggregated it. Others keep their places,
+        and one that has given its own up meanwhile is not taken back either.
+        """
+        self._suspects = self._suspects & {*aggregators} if self._uncounted else {*aggregators}
         self._uncounted = 0 if counted else self._uncounted + 1
-        if self._key and self._uncounted >= UNCOUNTED_ROUNDS:
-            self._uncounted = 0
-            for member in self.associates():
-                del self._places[member.peer]
-                self._barred[member.peer] = self._key.round + BARRED_ROUNDS
+        if self._key is None or self._uncounted < UNCOUNTED_ROUNDS:
+            return
+        self._uncounted = 0
+        for peer in self._suspects:
+            self._barred[peer] = self._key.round + BARRED_ROUNDS
+            if (place := self._places.get(peer)) and not place.lead:
+                del self._places[peer]
 
     def take(self, attach: Attach, lineage_of: LineageOf) -> AttachReply:
         """Give a place, take one back, or refuse. The stream's end has been checked to be the sender."""
@@ -160,7 +168,7 @@ class ClusterBook:
         key, member, here = attach.key, attach.sender, self._key
         if here is None or not self._is_near(key, lineage_of) or member.peer in self._voters:
             return None
-        if here.round < self._barred.get(member.peer, 0):
+        if attach.lead == self.me.peer and here.round < self._barred.get(member.peer, 0):
             return None
         met = self._met.put_newest(member.peer, lambda: here.round)
         seed = clusters.seed_round(member.peer, key.round, attach.known_since)
@@ -282,7 +290,7 @@ class LeadSearch:
             self._drop(self.lead)
 
     def count(self, counted: bool) -> None:
-        """Note whether this peer's work counted in a round. A lead may be alive and tell it nothing, or lie."""
+        """Note whether most of this peer's work counted in a round. A lead may be alive and tell it nothing, or lie."""
         self._uncounted = 0 if counted else self._uncounted + 1
         if self.lead and self._uncounted >= UNCOUNTED_ROUNDS:
             self._uncounted = 0
@@ -394,5 +402,5 @@ class LeadSearch:
         self.standby = None
         self._until = clusters.epoch_end(self.me.peer, self._round) + GRACE_ROUNDS
         self._given_up += [peer for peer in (*before, *fills) if peer != chosen]
-        self._seeks, self._willing, self._refused = False, {}, set()
+        self._seeks, self._willing, self._refused, self._uncounted = False, {}, set(), 0
         self._pause_seconds, self._not_before = RETRY_SECONDS, 0.0

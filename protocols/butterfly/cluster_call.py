@@ -21,7 +21,7 @@ from protocols.aio import loop_time
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce import plan as planning
 from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterOffer, ClusterReady, OfferToLead
-from protocols.base import BadPayload, Header, LocalProgress, PeerId
+from protocols.base import AveragingResult, BadPayload, Header, LocalProgress, PeerId
 from protocols.butterfly.attaching import Attachment
 from protocols.butterfly.call import GROWTH, Resting, RoundStart, recency
 from protocols.consensus.record import Record
@@ -62,7 +62,10 @@ class ClusteredStart(RoundStart):
     def close(self) -> None:
         super().close()
         self._attachment.on_change = lambda: None
-        self._judge_cluster()
+        if self._told:
+            self._judge_lead(self._told[1])
+        elif self._votes and self._mine:
+            self._judge_aggregators(self._mine)
         self._stop_looking()
 
     def is_told(self) -> bool:
@@ -120,16 +123,14 @@ class ClusteredStart(RoundStart):
         if self._statement:
             self._post.send(lead.peer, self._statement)
 
-    def _judge_cluster(self) -> None:
-        """Note whether the work counted that an associate has offered to its lead, or a lead for its own cluster."""
-        offer = self._told[1] if self._told else self._mine if self._votes and len(self.cluster.peers) > 1 else None
-        if offer is None or not (offer.complete and offer.tokens):
+    def _judge_lead(self, offer: Offer) -> None:
+        """Note whether the work counted that this associate has offered to its lead."""
+        if not (offer.complete and offer.tokens):
             return
-        result = self.result
-        if result and isinstance(result.record, Record):
-            if result.record.averaged:
-                self._attachment.count(self._me.peer in result.peers)
-        elif self._told and loop_time() - self._told_at >= WAITED_SECONDS:
+        if self.result and isinstance(self.result.record, Record):
+            if self.result.record.averaged:
+                self._attachment.count(_counts(self.result, self._me.peer))
+        elif loop_time() - self._told_at >= WAITED_SECONDS:
             self._attachment.count(False)
 
     # -- at a lead ----------------------------------------------------------------------------------------------------
@@ -178,6 +179,21 @@ class ClusteredStart(RoundStart):
         here = statement.member in self._attachment.book.associates()  # if not, it is told so when it makes an offer
         if here and self._resting.take(statement, self._signer.verify):
             self._consider()
+
+    def _judge_aggregators(self, offer: Offer) -> None:
+        """Note whether this lead's own work counted in a mean. If work of others counts that its cluster's aggregators
+        could have spoiled, too, this lead was late, or its own work was refused.
+        """
+        members, result = self.cluster.members, self.result
+        if members is None or result is None or not (offer.complete and offer.tokens):
+            return
+        if not isinstance(result.record, Record) or not result.record.averaged:
+            return
+        aggregators = {members.reducer(part) for part in range(len(members.plan.reducers))} - {self._me.peer}
+        others = {*result.peers} - {self._me.peer}
+        excused = len(others) > 1 or not others <= aggregators
+        if aggregators:
+            self._attachment.count(excused or _counts(result, self._me.peer), aggregators)
 
     def _hear_member(self, offer: Offer) -> None:
         peer = offer.member.peer
@@ -305,6 +321,12 @@ class ClusteredStart(RoundStart):
         here = [peer for peer in here if self._agrees(self._offers[peer])]
         offered = [self._clusters[peer] for peer in here]
         return clustered.make_clustered_plan(self._inputs, offered, self._elapsed(), ballot)
+
+
+def _counts(result: AveragingResult, peer: PeerId) -> bool:
+    """Whether at least half of a peer's work is in a mean."""
+    brought = result.contributions.get(peer)
+    return brought is not None and 2 * brought.chunks_counted >= brought.chunks
 
 
 def _is_news(told: Offer, offer: Offer) -> bool:

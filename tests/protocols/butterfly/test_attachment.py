@@ -133,6 +133,35 @@ def test_standby_place_replaces_the_one_in_the_cluster() -> None:
     assert here.stands_by() == {}, "the lead left the roster"
 
 
+def test_lead_bars_those_that_aggregated_in_each_round_in_which_it_did_not_count() -> None:
+    """Also one that has given its place up meanwhile. Others keep theirs, and those barred may still name a standby."""
+    here = book()
+    fill(here, 3)  # "p", "s" and "p0"
+    rounds = attachment.UNCOUNTED_ROUNDS
+    for aggregators in ["p", "s", "p1"], ["p", "p1"], ["p", "s", "p1"]:
+        assert accepts(here, ask("p")) and len(here.associates()) == 3
+        here.count(False, aggregators)
+    assert {member.peer for member in here.associates()} == {"s", "p0"}
+    barred = {peer for peer in ("p", "p1", "s") if not accepts(here, ask(peer))}
+    assert barred == {"p", "p1"} and accepts(here, replace(ask("p"), lead=VOTERS[1].peer))
+    for counted in [False] * (rounds - 1) + [True] + [False] * (rounds - 1):
+        here.count(counted, ["s"])
+    assert accepts(here, ask("s")), "one round counted"
+
+
+def test_rounds_of_a_former_lead_do_not_count_against_the_next() -> None:
+    search = attached()
+    for _ in range(attachment.UNCOUNTED_ROUNDS - 1):
+        search.count(False)
+    search.refused_by(search.lead.peer if search.lead else "")
+    while not search.lead:
+        for each in search.due(0.0):
+            if each.lead:
+                answer(search, each)
+    search.count(False)
+    assert search.lead
+
+
 # -- the search -------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from protocols.butterfly.call import RestingMembers
 from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.butterfly.round import Round
 from protocols.streams.framing import FramedStream
-from protocols.wire import Offer, Partial
+from protocols.wire import Chunk, Offer, Partial
 from tests.sim.host import SimSigner
 from tests.sim.transport import SimTransport
 from tests.support.calling_clusters import ROOT, CallingClusters
@@ -456,6 +456,41 @@ async def test_lead_parts_from_an_associate_that_wastes_its_work(peers: Pair) ->
     last = first + 2 * UNCOUNTED_ROUNDS + 2  # both voters may lead it once
     await peers.until(last)
     assert peers.counted(first) != {"v0", "v1"} == peers.counted(last)
+
+
+class LateLead(CallingClusters):
+    """All are honest. The data of v1 comes too late for its cluster's aggregators."""
+
+    def host_on(self, transport: SimTransport) -> Host:
+        async def send(stream: FramedStream, header: Header, payload: Buffer) -> None:
+            await asyncio.sleep(0.7 if isinstance(header, Chunk) else 0.0)
+            await stream.send(header, payload)
+
+        if transport.me == "v1":
+            transport.disguise = sending(send)
+        return super().host_on(transport)
+
+
+@simulated(LateLead, 4, 12)
+async def test_late_lead_keeps_associates_whose_work_counts(peers: LateLead) -> None:
+    await peers.until(2)
+    mine = {name for name in peers.associates if peers.lead(name) == "v1"}
+    last = 3 + UNCOUNTED_ROUNDS
+    await peers.until(last)
+    assert mine and all("v1" not in peers.counted(round) >= mine for round in range(3, last + 1))
+    assert {name for name in peers.associates if peers.lead(name) == "v1"} == mine
+
+
+@simulated(Hostile, 3, 3)
+async def test_peer_that_calls_no_clusters_hears_of_leads_that_leave(peers: Hostile) -> None:
+    """It judges the next roster: it would blame a coordinator for leaving them out."""
+    lead = await peers.settled()
+    offer = replace(peers.call(lead)._clusters[lead], leaving=True)
+    ready = ClusterReady(peers.chains[lead].head.key, offer)
+    signed = replace(ready, offer=replace(offer, signature=SimSigner(lead, peers.seed).sign(ready.signed())))
+    assert lead not in peers.call("a0").leaving()
+    peers.call("a0").on_cluster_offer(lead, signed)
+    assert lead in peers.call("a0").leaving()
 
 
 @simulated(CallingClusters, 4, 8)
