@@ -26,7 +26,7 @@ from protocols.streams.endpoint import RoundAccounting
 from protocols.wire import Contribute, Offer
 
 TRIES = 3  # streams to one relay of a part: each repair of a reducer ends one
-UNTOLD_SECONDS = 1.0  # for a cluster that has lost its lead to come, and half of the time of the data phase
+UNTOLD_SECONDS = 1.0  # besides half of the data phase: how long a cluster that has lost its lead has to come
 
 
 class _Replaced(PeerSilent):

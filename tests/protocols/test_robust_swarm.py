@@ -23,6 +23,7 @@ from tests.sim.world import Outcome as Played
 from tests.sim.world import World, play
 from tests.support.example_vectors import noisy_contributions
 from tests.support.inline_trainer import InlineTrainer
+from tests.support.long import long
 
 
 def averaged(name: str, rows: torch.Tensor, codec: str = "fp32", declared: dict[int, float] | None = None) -> Averaged:
@@ -147,7 +148,7 @@ def test_swarm_under_attack_commits_identical_bits(rule: str, attack: str, peers
         assert blamed == {"p4"}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["median", "centered_clip", *long("mean", "trimmed_mean", "krum", "multi_krum")])
 def test_rule_holds_in_clusters_behind_voters(rule: str) -> None:
     """Three clusters of three: a liar in one of them is blamed by those that it sends to, and no honest peer is."""
     played = attacked("reversed", 1, peers=9, voters=3, clusters=True, rounds=8, robust=rule)

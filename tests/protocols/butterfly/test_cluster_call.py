@@ -493,7 +493,7 @@ async def test_peer_that_calls_no_clusters_hears_of_leads_that_leave(peers: Host
     assert lead in peers.call("a0").leaving()
 
 
-@simulated(CallingClusters, 4, 8)
+@simulated(CallingClusters, 3, 2)
 async def test_lead_is_found_although_a_voter_never_answers(peers: CallingClusters) -> None:
     """Rounds end before it counts as silent."""
     await peers.until(2)
