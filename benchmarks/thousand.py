@@ -273,6 +273,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--file", type=Path, default=Path("build/thousand.png"), help="of plot (default %(default)s)")
     options = parser.parse_args(arguments)
     options.peers = options.peers or ([1000] if options.what in PLAYS else [32, 256, 1000])
+    if options.what == "joiners" and min(options.peers) < 2 * VOTERS:
+        parser.error(
+            f"half of the peers join those that are there, {VOTERS} voters among them: give {2 * VOTERS} or more"
+        )
     if options.what == "plot" and not options.json:
         parser.error("plot needs --json FILE")
     return options

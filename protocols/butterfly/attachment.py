@@ -36,11 +36,11 @@ LEFT_OUT_ROUNDS = 2
 """A peer attaches while the roster is not full, too, after so many records that did not admit it."""
 
 UNCOUNTED_ROUNDS = 3
-"""After so many rounds in a row an associate leaves a lead behind which its work does not count, and a lead sends those
-away that aggregate its own work if that does not.
+"""Rounds in a row in which most of a peer's own work did not count. Then an associate leaves its lead, and a lead bars
+the associates that aggregated its work.
 """
 BARRED_ROUNDS = 64
-"""For so long a lead takes no peer back that it has sent away."""
+"""A lead gives an associate that it has barred no place before this many rounds have passed."""
 
 LineageOf = Callable[[int], bytes | None]
 """Round -> the lineage that it extends on this peer's branch; None if this peer does not know it."""
@@ -137,8 +137,8 @@ class ClusterBook:
         return True
 
     def count(self, counted: bool, aggregators: Collection[PeerId]) -> None:
-        """Note whether this voter's own work counted in a round in which these aggregated it. Others keep their places,
-        and one that has given its own up meanwhile is not taken back either.
+        """Note whether this voter's own work counted in a round, and which peers aggregated it. After
+        `UNCOUNTED_ROUNDS` without it, bar those that did so in all of them, also one that has given up its place.
         """
         self._suspects = self._suspects & {*aggregators} if self._uncounted else {*aggregators}
         self._uncounted = 0 if counted else self._uncounted + 1

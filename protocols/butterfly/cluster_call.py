@@ -181,8 +181,8 @@ class ClusteredStart(RoundStart):
             self._consider()
 
     def _judge_aggregators(self, offer: Offer) -> None:
-        """Note whether this lead's own work counted in a mean. If work of others counts that its cluster's aggregators
-        could have spoiled, too, this lead was late, or its own work was refused.
+        """Note whether this lead's own work counted in a mean. If its aggregators let work of others count, this lead
+        was late, or its own work was refused. With a single associate it cannot tell.
         """
         members, result = self.cluster.members, self.result
         if members is None or result is None or not (offer.complete and offer.tokens):
