@@ -120,11 +120,17 @@ class ClusteredPlan(Header):
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan(Header):
-    """A lead passes the plan on to its cluster, with the offers that are in it."""
+    """A lead passes the plan on to its cluster, with the offers that are in it. If it is lost, a member does."""
 
     key: RoundKey = one(RoundKey)
     plan: ClusteredPlan = one(ClusteredPlan)
     offers: tuple[Offer, ...] = list_of(one(Offer), MAX_CLUSTER)
+
+    @property
+    def lead(self) -> PeerId:
+        """Of the cluster that the offers are of; empty if they are of none in the plan."""
+        members = {offer.member for offer in self.offers}
+        return next((cluster.lead.peer for cluster in self.plan.clusters if cluster.lead in members), "")
 
 
 @dataclass(frozen=True, slots=True)

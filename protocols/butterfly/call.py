@@ -138,7 +138,6 @@ class RoundStart:
         """
         self.cut = asyncio.Event()
         self.resolved: RoundPlan | None = None  # the latest plan; None before the call
-        self.result: AveragingResult | None = None  # of the attempt, once it is known
         self.cut_at = deadline  # when the last member has to send its work
         self._present, self._roster_changes, self._lagging = present, roster_changes, lagging
         self._resting, self._stated = resting, False
@@ -160,7 +159,8 @@ class RoundStart:
         self._spread: asyncio.TimerHandle | None = None
         self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
 
-    def close(self) -> None:
+    def close(self, result: AveragingResult | None) -> None:
+        """End the attempt. `result` is its own; None if it was given up before."""
         self._timer.cancel()
         self._stop_spreading()
 
@@ -381,15 +381,17 @@ class RoundStart:
         return resolved if resolved and self._me.peer in resolved.peers else None
 
     def on_lead(self, peer: PeerId, message: ClusterPlan | ClusterVersion) -> None:
-        """Take a plan from the lead of this peer's cluster, or a version of it. Voters have it from the coordinator."""
+        """Take a plan from the lead of this peer's cluster, or a version of it. Voters have it from the coordinator.
+
+        If the lead is lost, the plan may come from another member of the cluster.
+        """
         if self._me in self._roster:
             raise BadPayload("a lead's plan for its cluster, sent to a voter")
+        if isinstance(message, ClusterPlan):
+            return self.on_plan(self.cluster.take(peer, message))
         if all(member.peer != peer for member in self._roster):
-            raise BadPayload("a lead's plan for its cluster, from a peer that is not a voter")
-        plan = (
-            self.cluster.take(peer, message) if isinstance(message, ClusterPlan) else self.cluster.later(peer, message)
-        )
-        if plan:
+            raise BadPayload("a version of a plan, from a peer that is not a voter")
+        if plan := self.cluster.later(peer, message):
             self.on_plan(plan)
 
     def on_plan(self, plan: Plan | ClusteredPlan) -> None:

@@ -59,13 +59,13 @@ class ClusteredStart(RoundStart):
         self.cluster.standby = attachment.leads
         self.cluster.followers = self._followers
 
-    def close(self) -> None:
-        super().close()
+    def close(self, result: AveragingResult | None) -> None:
+        super().close(result)
         self._attachment.on_change = lambda: None
         if self._told:
-            self._judge_lead(self._told[1])
+            self._judge_lead(self._told[1], result)
         elif self._votes and self._mine:
-            self._judge_aggregators(self._mine)
+            self._judge_aggregators(self._mine, result)
         self._stop_looking()
 
     def is_told(self) -> bool:
@@ -123,13 +123,13 @@ class ClusteredStart(RoundStart):
         if self._statement:
             self._post.send(lead.peer, self._statement)
 
-    def _judge_lead(self, offer: Offer) -> None:
+    def _judge_lead(self, offer: Offer, result: AveragingResult | None) -> None:
         """Note whether the work counted that this associate has offered to its lead."""
         if not (offer.complete and offer.tokens):
             return
-        if self.result and isinstance(self.result.record, Record):
-            if self.result.record.averaged:
-                self._attachment.count(_counts(self.result, self._me.peer))
+        if result and isinstance(result.record, Record):
+            if result.record.averaged:
+                self._attachment.count(_counts(result, self._me.peer))
         elif loop_time() - self._told_at >= WAITED_SECONDS:
             self._attachment.count(False)
 
@@ -180,11 +180,11 @@ class ClusteredStart(RoundStart):
         if here and self._resting.take(statement, self._signer.verify):
             self._consider()
 
-    def _judge_aggregators(self, offer: Offer) -> None:
+    def _judge_aggregators(self, offer: Offer, result: AveragingResult | None) -> None:
         """Note whether this lead's own work counted in a mean. If its aggregators let work of others count, this lead
         was late, or its own work was refused. With a single associate it cannot tell.
         """
-        members, result = self.cluster.members, self.result
+        members = self.cluster.members
         if members is None or result is None or not (offer.complete and offer.tokens):
             return
         if not isinstance(result.record, Record) or not result.record.averaged:

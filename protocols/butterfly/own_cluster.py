@@ -2,7 +2,8 @@
 
 The coordinator sends a plan of clusters to the voters. Each lead passes it on to the members of its cluster with the
 offers that are in it, so that they can check all that follows, and later versions without them. So that a repair gets
-to a cluster whose lead is lost, its members name another voter, which tells them of later versions, too.
+to a cluster whose lead is lost, its members name another voter, which tells them of later versions, too. If the lead is
+lost before it has told all of them the plan, those that have it pass it on.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class OwnCluster:
         self._passed_on = b""
         self._repair: ClusterVersion | None = None
         self._told: set[PeerId] = set()  # of followers, about the repair
+        self._shared: set[PeerId] = set()  # mates to which this peer has passed the plan on
 
     def keep(self, digest: bytes, offers: Sequence[Offer]) -> None:
         """Keep the checked offers that a cluster's offer names by this digest. This peer's own one is among them."""
@@ -91,20 +93,21 @@ class OwnCluster:
     def tell_followers(self) -> None:
         """Tell followers of the latest repair, each once. A member follows another voter once it has lost its lead."""
         if self._repair:
-            for peer in {*self.followers()} - self._told:
+            for peer in sorted({*self.followers()} - self._told):
                 self._told.add(peer)
                 self._post.send(peer, self._repair)
 
     # -- at its members -----------------------------------------------------------------------------------------------
 
     def take(self, peer: PeerId, message: ClusterPlan) -> ClusteredPlan:
-        """Take the offers of this peer's cluster from its lead. Returns the plan; the rest of it is not checked.
+        """Take the offers of this peer's cluster from a member of it. Returns the plan; the rest of it is not checked.
 
         Raises BadPayload if they are not those of the cluster.
         """
-        cluster = next((each for each in message.plan.clusters if each.lead.peer == peer), None)
-        if cluster is None or all(offer.member != self._me for offer in message.offers):
-            raise BadPayload("a plan of which neither its sender leads a cluster nor this peer is in that one")
+        cluster = next((each for each in message.plan.clusters if each.lead.peer == message.lead), None)
+        members = [offer.member for offer in message.offers]
+        if cluster is None or self._me not in members or all(member.peer != peer for member in members):
+            raise BadPayload("a plan for a cluster that is not in it, or in which its sender or this peer is not")
         if cluster.offers in self._offers:
             return message.plan
         clustered_plan.check_offers(self._inputs, cluster, message.offers, self._verify)
@@ -114,6 +117,14 @@ class OwnCluster:
         else:
             self.keep(cluster.offers, message.offers)
         return message.plan
+
+    def share(self, told: Collection[PeerId]) -> None:
+        """Pass the plan on to members that may lack it, because the lead is lost: all but those that were `told`."""
+        for peer in self.peers if self.whole else ():
+            if peer not in (self._me.peer, self.lead, *told, *self._shared):
+                assert self.whole and self.members
+                self._shared.add(peer)
+                self._post.send(peer, ClusterPlan(self.whole.plan.key, self.whole.plan, self.members.plan.offers))
 
     def later(self, peer: PeerId, version: ClusterVersion) -> ClusteredPlan | None:
         """The version of the plan of which a voter tells. None if this peer has no such plan, or if that voter neither

@@ -98,6 +98,8 @@ class Round:
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
         self._seen = self.live_peers()  # in this attempt
         self._superseded = False
+        self._result: AveragingResult | None = None
+        self._from_mate: tuple[PeerId, ClusterPlan] | None = None  # it waits until this peer loses sight of its lead
         self._running: asyncio.Task[None] | None = None
         start = partial(ClusteredStart, attachment=attachment, votes=vote.votes) if attachment else RoundStart
         self.call = start(
@@ -173,7 +175,7 @@ class Round:
             if self._running:  # nothing may write to `into` any more while it is decoded, or after the return
                 self._running.cancel()
                 await asyncio.wait([self._running])
-        mean = self.call.result = await self._conclude(parts, target)
+        mean = self._result = await self._conclude(parts, target)
         names, sent, received = self.accounting.take()
         blamed, moving = (*names, *mean.blamed), self.accounting.seconds_moving
         return replace(mean, blamed=blamed, bytes_sent=sent, bytes_received=received, seconds_moving=moving)
@@ -213,6 +215,7 @@ class Round:
         for peer in dict.fromkeys((*resolved.peers, *own.peers, *sorted(self._seen))):
             if peer not in live and peer != self.me.peer and self._sees(peer):
                 exchange.lose(peer, "gone")
+        self._share_plan()
         if not self._overlaps:  # else training does not wait for the data, and others would wait for a long time
             self._part_cache.gate.close(task.deadline)
         self._running = group.create_task(exchange.run())
@@ -356,7 +359,7 @@ class Round:
         while self.call.is_told() and not self.over() and (now := loop_time()) < self._told_by():
             if not has_asked and now >= self._lead_due():
                 has_asked = True
-                for standby in {*self.cluster.standby()} - {self.cluster.lead}:
+                for standby in sorted({*self.cluster.standby()} - {self.cluster.lead}):
                     self._request_admission(standby)
             dues = self._told_by(), self._lead_due(), self._within(WATCH_SECONDS)
             await self.until(self.over, min(due for due in dues if due > now))
@@ -422,6 +425,32 @@ class Round:
         if self.exchange and self._sees(peer):
             self.exchange.lose(peer, "gone")
         self.vote.gone(peer)
+        self._share_plan()
+        if self._from_mate:
+            mate, message = self._from_mate
+            try:
+                self._take_from_mate(mate, message)
+            except BadPayload as error:
+                self.accounting.name(mate, f"refused: {error}")
+
+    def _share_plan(self) -> None:
+        """Pass the plan of a lead that is lost on to members of the cluster of which nothing was heard."""
+        if self.me not in self.head.roster and self.cluster.lead not in self.live_peers():
+            self.cluster.share(self.vote.heard)
+
+    def _on_lead(self, peer: PeerId, message: ClusterPlan | ClusterVersion) -> None:
+        if isinstance(message, ClusterPlan) and peer != message.lead:
+            self._take_from_mate(peer, message)
+        else:
+            self.call.on_lead(peer, message)
+
+    def _take_from_mate(self, peer: PeerId, message: ClusterPlan) -> None:
+        """Take a plan from another member of the cluster once its lead is lost, unless that one has told it."""
+        self._from_mate = peer, message
+        if message.lead not in self.live_peers():
+            self._from_mate = None
+            if self.call.resolved is None:
+                self.call.on_lead(peer, message)
 
     def take(self, peer: PeerId, message: Header) -> None:
         self.vote.hear(peer)
@@ -440,7 +469,7 @@ class Round:
                     self.on_plan(message)
                 self.vote.leaving |= self.call.leaving()
             case ClusterPlan() | ClusterVersion():
-                self.call.on_lead(peer, message)
+                self._on_lead(peer, message)
             case wire.AdmissionRequest(_, member, root):
                 self._on_admission_request(peer, member, root)
             case VoteMessage():
@@ -483,7 +512,7 @@ class Round:
         self.changed.notify()
 
     def close(self) -> None:
-        self.call.close()
+        self.call.close(self._result)
         self.vote.stop()
 
     # -- its state ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.clustered_all_reduce import UNTOLD_SECONDS
+from protocols.allreduce.clustered_plan import ClusterPlan
 from protocols.base import Buffer, Header, Host, PeerId, Vector
 from protocols.butterfly.attachment import UNCOUNTED_ROUNDS
 from protocols.streams.framing import FramedStream
@@ -75,6 +76,37 @@ async def test_cluster_whose_lead_died_with_the_plan_is_not_waited_for(
     killed = peers.now
     await until(lambda: all(len(peers.chains[name]) > 3 for name in peers.voters if name != lost), 10.0)
     assert peers.now - killed < seconds
+
+
+@pytest.mark.parametrize("early", [False, True])
+@simulated(lambda early: CallingClusters(4, 8))
+async def test_plan_told_to_some_only_gets_to_the_others(peers: CallingClusters, early: bool) -> None:
+    """The lead died before it had told all of its associates. The cluster's work counts, and nobody waits for it, also
+    if a member that has the plan sees it die `early`, before those without.
+    """
+    await peers.until(2)
+    await until(lambda: all(peers.rounds[name].head.key.round == 3 for name in peers.names), 10.0)
+    first = peers.rounds["v0"].vote.tally.coordinator(0)
+    followers = {voter: [name for name in peers.associates if peers.lead(name) == voter] for voter in peers.voters}
+    lost = next(voter for voter in peers.voters if voter != first and len(followers[voter]) > 1)
+    told, *others = followers[lost]
+    post = peers.averagers[lost]._post
+    send = post.send
+    vars(post).update(send=lambda peer, message: None if peer in others else send(peer, message))
+    await until(lambda: bool(exchange(peers, told, 3)), 10.0)
+    if early:
+        knows = peers.rounds[told].cluster
+        assert knows.whole and knows.members
+        plan = knows.whole.plan
+        for name in others:
+            peers.rounds[name].take(told, ClusterPlan(plan.key, plan, knows.members.plan.offers))
+            assert peers.rounds[name].call.resolved is None, "its lead may yet tell it another"
+        vars(knows).update(share=lambda told: None)
+    peers.network.kill(lost)
+    killed = peers.now
+    await peers.until(3)
+    assert peers.now - killed < 1.0
+    assert {told, *others} <= peers.counted(3)
 
 
 @simulated(CallingClusters, 4, 8)

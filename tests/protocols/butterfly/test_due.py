@@ -77,7 +77,7 @@ def called_at(conducts: Sequence[Conduct], roster_changes: bool, lags: float = 0
             if each.done is not None:
                 loop.call_at(each.done, call.on_ready, member.peer, replace(first, tokens=9, complete=True))
         due = await call.due()
-        call.close()
+        call.close(None)
         return loop.time() if due else None
 
     return simloop.run(main())
