@@ -388,10 +388,12 @@ class RoundStart:
         if self._me in self._roster:
             raise BadPayload("a lead's plan for its cluster, sent to a voter")
         if isinstance(message, ClusterPlan):
-            return self.on_plan(self.cluster.take(peer, message))
-        if all(member.peer != peer for member in self._roster):
+            self.on_plan(self.cluster.take(peer, message))
+        elif all(member.peer != peer for member in self._roster):
             raise BadPayload("a version of a plan, from a peer that is not a voter")
-        if plan := self.cluster.later(peer, message):
+        else:
+            self.cluster.hear(peer, message)
+        if plan := self.cluster.later():
             self.on_plan(plan)
 
     def on_plan(self, plan: Plan | ClusteredPlan) -> None:

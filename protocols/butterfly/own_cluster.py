@@ -47,6 +47,7 @@ class OwnCluster:
         self._passed_on = b""
         self._repair: ClusterVersion | None = None
         self._told: set[PeerId] = set()  # of followers, about the repair
+        self._version: ClusterVersion | None = None  # heard of last
         self._shared: set[PeerId] = set()  # mates to which this peer has passed the plan on
 
     def keep(self, digest: bytes, offers: Sequence[Offer]) -> None:
@@ -126,14 +127,17 @@ class OwnCluster:
                 self._shared.add(peer)
                 self._post.send(peer, ClusterPlan(self.whole.plan.key, self.whole.plan, self.members.plan.offers))
 
-    def later(self, peer: PeerId, version: ClusterVersion) -> ClusteredPlan | None:
-        """The version of the plan of which a voter tells. None if this peer has no such plan, or if that voter neither
-        leads its cluster nor stands by: it may not know that this peer has moved.
+    def hear(self, peer: PeerId, version: ClusterVersion) -> None:
+        """Note a version of the plan, which itself may yet come. Ignored if that voter neither leads this peer's
+        cluster nor stands by: it may not know that this peer has moved.
         """
-        whole = self.whole
-        if whole is None or self.members is None or whole.digest != version.plan:
-            return None
-        if peer not in (self.lead, *self.standby()):
+        if peer in (self.lead, *self.standby()):
+            self._version = version
+
+    def later(self) -> ClusteredPlan | None:
+        """The version of the plan that was heard of last; None if it is of another plan, or if this peer has none."""
+        whole, version = self.whole, self._version
+        if version is None or whole is None or self.members is None or whole.digest != version.plan:
             return None
         return replace(whole.plan, ballot=version.ballot, version=version.version, reducers=version.reducers)
 

@@ -177,11 +177,14 @@ async def test_lone_lead_that_brings_nothing_is_evicted(swarm: VotingClusters) -
     assert "v0" not in {member.peer for member in record.roster}
 
 
-@simulated(VotingClusters, 3, 3, 3)
-async def test_repair_gets_to_the_cluster_of_a_lost_lead(swarm: VotingClusters) -> None:
-    """From the voter that stands by it, before anything is decided."""
+@pytest.mark.parametrize("late", [False, True])
+@simulated(lambda late: VotingClusters(3, 3, 3))
+async def test_repair_gets_to_the_cluster_of_a_lost_lead(swarm: VotingClusters, late: bool) -> None:
+    """From the voter that stands by it, before anything is decided; also before a plan that comes `late`."""
     lost, *associates = swarm.clusters[1]
     versions = dict[PeerId, int]()
+    if late:
+        swarm.network.link(lost, associates[-1]).latency_seconds = 0.3
 
     async def lose() -> None:
         await asyncio.sleep(2 * CALL_SECONDS + 0.05)
