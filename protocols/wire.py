@@ -8,7 +8,6 @@ msgpack limits how deep arrays nest, and the decoder neither walks nor prints de
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -58,9 +57,18 @@ def _field(spec: Spec, **options: Any) -> Any:
     return dataclasses.field(metadata={"spec": spec}, **options)
 
 
-def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Callable[[Any], Any] = _same) -> Any:
+def _within(what: str, kind: type, low: float, high: float, pack: Callable[[Any], Any] = _same) -> Any:
     def unpack(value: Any) -> Any:
-        if type(value) is not kind or not is_valid(value):
+        if type(value) is not kind or not low <= value <= high:  # NaN is not, either
+            raise _refuse(what, value)
+        return value
+
+    return _field(Spec(pack, unpack, what))
+
+
+def _sized(what: str, kind: type, minimum: int, maximum: int, pack: Callable[[Any], Any] = _same) -> Any:
+    def unpack(value: Any) -> Any:
+        if type(value) is not kind or not minimum <= len(value) <= maximum:
             raise _refuse(what, value)
         return value
 
@@ -68,24 +76,23 @@ def _checked(what: str, kind: type, is_valid: Callable[[Any], bool], pack: Calla
 
 
 def uint(maximum: int) -> Any:
-    return _checked(f"an integer in 0..{maximum}", int, lambda value: 0 <= value <= maximum)
+    return _within(f"an integer in 0..{maximum}", int, 0, maximum)
 
 
 def real(low: float, high: float) -> Any:
-    what = f"a number in {low:g}..{high:g}"
-    return _checked(what, float, lambda value: math.isfinite(value) and low <= value <= high, pack=float)
+    return _within(f"a number in {low:g}..{high:g}", float, low, high, pack=float)
 
 
 def flag() -> Any:
-    return _checked("true or false", bool, lambda value: True)
+    return _within("true or false", bool, False, True)
 
 
 def text(maximum: int) -> Any:
-    return _checked(f"a text of at most {maximum} characters", str, lambda value: len(value) <= maximum)
+    return _sized(f"a text of at most {maximum} characters", str, 0, maximum)
 
 
 def blob(maximum: int, minimum: int = 0) -> Any:
-    return _checked(f"{minimum}..{maximum} bytes", bytes, lambda value: minimum <= len(value) <= maximum, pack=bytes)
+    return _sized(f"{minimum}..{maximum} bytes", bytes, minimum, maximum, pack=bytes)
 
 
 def digest() -> Any:

@@ -74,11 +74,10 @@ class VectorView:
         pieces = []
         index = bisect_right(self._starts, low) - 1
         while low < high:
-            start, vector = self._starts[index], self._vectors[index]
-            piece = vector[low - start : high - start]
-            if len(piece):
-                pieces.append(piece)
-            low, index = low + len(piece), index + 1
+            start, end = self._starts[index], min(high, self._starts[index + 1])
+            if low < end:
+                pieces.append(self._vectors[index][low - start : end - start])
+            low, index = end, index + 1
         return pieces
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
+from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,9 +56,8 @@ PROCESS: ContextVar[SimProcess | None] = ContextVar("process", default=None)
 
 
 class _SimFuture(asyncio.Future[Any]):
-    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.number = number
-        super().__init__(loop=loop)
+    __slots__ = ("number",)
+    number: int
 
     def __hash__(self) -> int:
         return self.number
@@ -71,8 +72,53 @@ class _SimTask(asyncio.Task[Any]):
         return self.number
 
 
+class _Call:
+    """What asyncio calls a handle: a callback that is ready, without the parts that only its debug mode needs."""
+
+    __slots__ = ("args", "callback", "context")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+        self.callback: Callable[..., object] | None = callback
+        self.args, self.context = args, context
+
+    def cancel(self) -> None:
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.callback is None
+
+
+class _Timer(float):
+    """A callback at a time. It is that number, so that the heap of timers compares numbers, not objects of Python."""
+
+    __slots__ = ("args", "callback", "context", "is_waiting", "loop")
+    callback: Callable[..., object] | None
+    args: tuple[Any, ...]
+    context: Context
+    loop: SimLoop
+    is_waiting: bool
+
+    def cancel(self) -> None:
+        if self.callback is not None and self.is_waiting:
+            self.loop._cancelled += 1
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.callback is None
+
+    def when(self) -> float:
+        return float(self)
+
+
+_SWEEP_TIMERS = 100
+"""Among more timers than these, the cancelled ones are swept out as soon as they are more than half."""
+
+
 class SimLoop(asyncio.BaseEventLoop):
-    """A loop whose `time()` is virtual and starts at 0."""
+    """A loop whose `time()` is virtual and starts at 0.
+
+    It replaces what asyncio's own loop does for each callback: half of the time of a simulation would pass there.
+    """
 
     def __init__(self, limit_seconds: float = 1e7) -> None:
         super().__init__()
@@ -80,32 +126,87 @@ class SimLoop(asyncio.BaseEventLoop):
         self._limit_seconds = limit_seconds
         self._spins = 0
         self._numbers = itertools.count()
-        self._selector = self
+        self._ready: deque[_Call | _Timer] = deque()
+        self._timers: list[_Timer] = []
+        self._cancelled = 0  # of the timers
         self.set_task_factory(_task)
 
     def time(self) -> float:
         return self._now
 
-    def select(self, timeout: float | None) -> Iterable[Any]:
-        """Stand in for the selector: nothing arrives from outside, so to wait is to advance the time."""
-        if timeout is None:
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
+        call = _Call(callback, args, copy_context() if context is None else context)
+        self._ready.append(call)
+        return call
+
+    call_soon_threadsafe = call_soon  # there is only one thread
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
+        timer = _Timer(when)
+        timer.callback, timer.args, timer.loop, timer.is_waiting = callback, args, self, True
+        timer.context = copy_context() if context is None else context
+        heappush(self._timers, timer)
+        return timer
+
+    def _run_once(self) -> None:
+        """Advance the time if nothing is ready, since nothing arrives from outside; then call what is ready now."""
+        self._sweep()
+        ready, timers = self._ready, self._timers
+        is_idle = not ready and not self._stopping  # type: ignore[attr-defined]
+        if is_idle and not timers:
             raise SimDeadlock(f"nothing is ready and no timer is set at {self._now:.3f} s")
-        timers = self._scheduled  # type: ignore[attr-defined]
-        if timers and self._now < timers[0].when() <= self._now + self._clock_resolution:  # type: ignore[attr-defined]
-            self._now = timers[0].when()  # it is about to be called: none is called before its time
+        resolution: float = self._clock_resolution  # type: ignore[attr-defined]
+        if is_idle and timers[0] > self._now:
+            self._advance()
+        else:
+            if timers and self._now < timers[0] <= self._now + resolution:
+                self._now = float(timers[0])  # it is about to be called: none is called before its time
+            self._spin()
+        end = self._now + resolution
+        while timers and timers[0] < end:
+            timer = heappop(timers)
+            timer.is_waiting = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            call = ready.popleft()
+            if call.callback is not None:
+                try:
+                    call.context.run(call.callback, *call.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - as asyncio does
+                    self.call_exception_handler({"message": "Exception in a callback", "exception": error})
+
+    def _sweep(self) -> None:
+        """Drop cancelled timers: all once they are the most, and those at the head of the heap."""
+        timers = self._timers
+        if len(timers) > _SWEEP_TIMERS and 2 * self._cancelled > len(timers):
+            timers[:] = [timer for timer in timers if timer.callback is not None]
+            heapify(timers)
+            self._cancelled = 0
+        while timers and timers[0].callback is None:
+            heappop(timers)
+            self._cancelled -= 1
+
+    def _advance(self) -> None:
+        self._spins = 0
+        self._now = float(self._timers[0])
+        if self._now > self._limit_seconds:
+            raise SimDeadlock(f"virtual time passed its limit of {self._limit_seconds:g} s")
+
+    def _spin(self) -> None:
         self._spins += 1
         if self._spins > SPINS:
             self._spins = 0  # clean-up code may still run
             raise SimDeadlock(f"something spins: time stands still at {self._now:.3f} s")
-        if timeout > 0:
-            self._spins = 0
-            self._now = max(self._now, self._scheduled[0].when())  # type: ignore[attr-defined]
-            if self._now > self._limit_seconds:
-                raise SimDeadlock(f"virtual time passed its limit of {self._limit_seconds:g} s")
-        return ()
 
     def create_future(self) -> asyncio.Future[Any]:
-        return _SimFuture(next(self._numbers), loop=self)
+        future = _SimFuture(loop=self)
+        future.number = next(self._numbers)
+        return future
 
     def _process_events(self, event_list: Iterable[Any]) -> None:
         pass
