@@ -15,6 +15,7 @@ import asyncio
 import asyncio.subprocess
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -286,11 +287,14 @@ def _main(descriptor: int) -> NoReturn:
     import node.session.peer
     import node.training.stage_worker
     import node.ui.terminal  # noqa: F401
+    import protocols.butterfly.averager  # noqa: F401 - most peers load it, by its name
 
     _serve(descriptor)
 
 
 def _serve(descriptor: int) -> NoReturn:
+    gc.collect()
+    gc.freeze()  # a collection in what is forked would visit each object that is loaded, and so copy its memory
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to wait for the processes of peers that have ended
     with socket.socket(fileno=descriptor) as link:
         fork_server.serve(link, _run)
