@@ -57,7 +57,7 @@ def _field(spec: Spec, **options: Any) -> Any:
     return dataclasses.field(metadata={"spec": spec}, **options)
 
 
-def _within(what: str, kind: type, low: float, high: float, pack: Callable[[Any], Any] = _same) -> Any:
+def _within(what: str, kind: Any, low: float, high: float, pack: Callable[[Any], Any] = _same) -> Any:
     def unpack(value: Any) -> Any:
         if type(value) is not kind or not low <= value <= high:  # NaN is not, either
             raise _refuse(what, value)
@@ -66,7 +66,7 @@ def _within(what: str, kind: type, low: float, high: float, pack: Callable[[Any]
     return _field(Spec(pack, unpack, what))
 
 
-def _sized(what: str, kind: type, minimum: int, maximum: int, pack: Callable[[Any], Any] = _same) -> Any:
+def _sized(what: str, kind: Any, minimum: int, maximum: int, pack: Callable[[Any], Any] = _same) -> Any:
     def unpack(value: Any) -> Any:
         if type(value) is not kind or not minimum <= len(value) <= maximum:
             raise _refuse(what, value)
