@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 PAST_PAUSES = 1  # of a past round's chunks, as a data phase begins: their requester has a deadline
 STORE_ROUNDS = 64
-PARTS_AT_ONCE = 4  # parts of a round that are fetched concurrently
+PARTS_AT_ONCE = 8  # parts of a round that are fetched concurrently: each takes three round trips
 LEAST_ROUNDS = 16
 """Rounds that are kept however large they are. A state takes eight bytes an element, a mean about one. So a peer that
 can follow the rounds at all fetches a snapshot in less than eight rounds; it was at most five rounds old at the start.

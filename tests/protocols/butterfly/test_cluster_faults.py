@@ -109,6 +109,15 @@ async def test_plan_told_to_some_only_gets_to_the_others(peers: CallingClusters,
     assert {told, *others} <= peers.counted(3)
 
 
+@simulated(CallingClusters, 8, 1, clusters=False)
+async def test_peer_without_a_plan_fetches_all_parts_at_once(peers: CallingClusters) -> None:
+    """So do associates of a lead that died before it told any of them the plan: the others have decided before."""
+    await until(lambda: all(len(peers.chains[name]) > 0 for name in peers.voters), 10.0)
+    decided = peers.now
+    await peers.until(0)
+    assert peers.now - decided < 0.25
+
+
 @simulated(CallingClusters, 4, 8)
 async def test_standby_tells_the_decision_before_a_stopped_lead_is_lost(peers: CallingClusters) -> None:
     await peers.until(2)
