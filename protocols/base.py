@@ -330,6 +330,11 @@ class Members(Protocol):
     async def changed(self, since: int, deadline: Deadline) -> int:
         """Wait until `version` exceeds `since` or the deadline has come, and return the version."""
 
+    async def answers(self, peer: PeerId, within_seconds: float) -> bool:
+        """Ask a peer at once whether it is there. True if it answers within this time and two of its latest round
+        trips, or cannot be asked. No answer says less than the loss of a member: one may wait behind vectors.
+        """
+
 
 class StaticMembers:
     """Members that always count as live. Only a broken stream shows that one has died."""
@@ -345,6 +350,9 @@ class StaticMembers:
     async def changed(self, since: int, deadline: Deadline) -> int:
         await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
         return self.version
+
+    async def answers(self, peer: PeerId, within_seconds: float) -> bool:
+        return True
 
 
 class Signer(Protocol):

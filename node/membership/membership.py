@@ -109,7 +109,7 @@ class Membership:
         self._probed: PeerRecord | None = None  # the peer that is being greeted without being watched
         self._probed_at = -math.inf
         self._say, self._said = say, set[str]()
-        self._changed = Notifier()
+        self._changed, self._heard = Notifier(), Notifier()  # the latter is notified of each heartbeat
         self._group: asyncio.TaskGroup | None = None
         self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
         self._introduced_dials = asyncio.Semaphore(INTRODUCED_DIALS_AT_ONCE)
@@ -126,6 +126,15 @@ class Membership:
         with suppress(TimeoutError):
             await self._changed.until(lambda: self.version > since, deadline)
         return self.version
+
+    async def answers(self, peer: PeerId, within_seconds: float) -> bool:
+        """Whether a peer echoes a heartbeat that is sent now. True if this one does not watch it."""
+        contact, asked_at = self._contacts.get(peer), asyncio.get_running_loop().time()
+        if contact is None or not contact.live or contact.handshake_at is None:
+            return True
+        contact.hurry.set()
+        until = asked_at + within_seconds + 2 * contact.round_trip_seconds
+        return await self._heard.reached(lambda: contact.answered_at >= asked_at, until)
 
     def contacts(self) -> tuple[PeerRecord, ...]:
         """All known peers, for display. Callers must not change them."""
@@ -178,6 +187,7 @@ class Membership:
         return activity > Activity.WORK
 
     def _on_heard(self, contact: PeerRecord) -> None:
+        self._heard.notify()
         if (contact.said.idle == Activity.AWAY) != (contact.peer in self._away):
             self._away ^= {contact.peer}
             self._bump()

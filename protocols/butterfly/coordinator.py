@@ -6,10 +6,11 @@ only when the time of the data phase is over.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from protocols.aio import loop_time
+from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.clustered_plan import ClusteredPlan, ResolvedClusters, RoundPlan, reassign_parts
@@ -20,10 +21,17 @@ from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.wire import MAX_ROSTER, PartDone, Plan
 
+STILL_SECONDS = 0.25
+"""How long no data comes in until the reducers of the last missing parts are asked whether they are there. The failure
+detector loses a stopped peer after three seconds at the least."""
+ANSWER_SECONDS = 1.0
+"""Time to answer, besides half of the data phase: the least timeout of a retransmission (RFC 6298, 2.4)."""
+
 
 class RoundCoordinator:
     def __init__(self, attempt: Round) -> None:
         self._round, self._call, self._vote, self._me = attempt, attempt.call, attempt.vote, attempt.me
+        self._mute: set[PeerId] = set()  # reducers that did not answer, though their parts are overdue
         self._given: set[int] = set()  # parts that were given to another reducer than the first plan's
 
     async def run(self) -> None:
@@ -37,7 +45,7 @@ class RoundCoordinator:
 
     async def _lead(self, ballot: int) -> None:
         """Lead a ballot of this member to its proposal. Returns when the ballot is over for this member."""
-        attempt, call, vote = self._round, self._call, self._vote
+        call, vote = self._call, self._vote
         if call.resolved is None:
             if not await call.due():
                 return
@@ -48,7 +56,12 @@ class RoundCoordinator:
         elif ballot > call.resolved.plan.ballot:  # some members may not know the plan
             self._publish(reassign_parts(call.resolved.plan, {}, ballot))
         await self._fetch_what_others_hold()
-        while vote.leading == ballot and (resolved := call.resolved):
+        await run_with_helper(self._follow(ballot), self._ask_reducers())
+
+    async def _follow(self, ballot: int) -> None:
+        """Follow the data phase of the latest plan, give lost parts to other members, and propose what comes out."""
+        attempt, vote = self._round, self._vote
+        while vote.leading == ballot and (resolved := self._call.resolved):
             now, until = loop_time(), self._until(resolved)
             exchange = attempt.exchange_of(resolved.digest)
             if exchange and self._is_whole(resolved, exchange):
@@ -110,8 +123,38 @@ class RoundCoordinator:
             and (
                 resolved.reducer(part) not in live
                 or exchange.failed.get(part) == resolved.reducer(part)
-                or (overdue and part not in self._given)
+                or (part not in self._given and (overdue or resolved.reducer(part) in self._mute))
             )
+        ]
+
+    async def _ask_reducers(self) -> None:
+        """Ask the reducers of the last missing parts whether they are there, while no data comes in."""
+        attempt, members = self._round, self._round.host.members
+        while not attempt.over() and (now := loop_time()) < attempt.deadline:
+            if now < (due := self._still_at()):
+                await attempt.until(lambda: attempt.over() or self._still_at() < due, due)
+                continue
+            asked, within_seconds = self._missing_reducers(), ANSWER_SECONDS + self._vote.phase_seconds / 2
+            answers = await asyncio.gather(*(members.answers(peer, within_seconds) for peer in asked))
+            if self._still_at() <= now:
+                self._mute |= {peer for peer, here in zip(asked, answers, strict=True) if not here}
+                attempt.changed.notify()
+            await attempt.until(attempt.over, loop_time() + STILL_SECONDS)
+
+    def _still_at(self) -> Deadline:
+        """When no data has come in for a while. Not before most parts are in."""
+        resolved = self._call.resolved
+        exchange = self._round.exchange_of(resolved.digest) if resolved else None
+        if exchange is None or exchange.complete or 2 * len(exchange.parts) <= len(exchange.task.whole.plan.reducers):
+            return self._round.deadline
+        return max(exchange.moved, exchange.finished) + STILL_SECONDS
+
+    def _missing_reducers(self) -> list[PeerId]:
+        resolved, exchange = self._call.resolved, self._round.exchange
+        assert resolved and exchange
+        parts = (part for part in range(len(resolved.plan.reducers)) if part not in exchange.parts)
+        return [
+            peer for peer in dict.fromkeys(map(resolved.reducer, parts)) if peer not in {self._me.peer, *self._mute}
         ]
 
     def _apart(self, resolved: RoundPlan) -> set[PeerId]:

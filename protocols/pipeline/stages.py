@@ -45,6 +45,9 @@ class StageMembers:
     async def changed(self, since: int, deadline: Deadline) -> int:
         return await self._members.changed(since, deadline)
 
+    async def answers(self, peer: PeerId, within_seconds: float) -> bool:
+        return await self._members.answers(peer, within_seconds)
+
 
 def lacks_majority(roster: Sequence[Member], live: Sequence[Member]) -> bool:
     """Whether at most half of a stage's roster is live: it decides no round until the others are back, or it forks."""

@@ -13,6 +13,7 @@ import asyncio
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -185,6 +186,21 @@ class Contacts:
                 last = _last_beat(observer, _now())
                 timer = asyncio.get_running_loop().call_at(last + LIVENESS_SECONDS, self._expire, observer, subject)
                 self._expiries[observer, subject] = timer
+
+    async def answers(self, observer: PeerId, subject: PeerId, within_seconds: float) -> bool:
+        """Whether a peer answers a heartbeat that this one sends now. It waits while a link is blocked."""
+        network, answer = self._network, asyncio.Event()
+
+        def arrive() -> None:
+            if network.nodes[subject].process.alive:
+                network.travel(subject, observer, answer.set)
+
+        network.travel(observer, subject, arrive)
+        until = _now() + within_seconds + 4 * network.latency_seconds
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await answer.wait()
+        return answer.is_set()
 
     def mended(self, source: PeerId, target: PeerId) -> None:
         network = self._network

@@ -121,7 +121,7 @@ class SimDirectory:
 
 class SimMembers:
     def __init__(self, network: SimNetwork, me: PeerId) -> None:
-        self._view = network.contacts.views[me]
+        self._contacts, self._me, self._view = network.contacts, me, network.contacts.views[me]
 
     @property
     def version(self) -> int:
@@ -134,6 +134,9 @@ class SimMembers:
         with contextlib.suppress(TimeoutError):
             await self._view.changed.until(lambda: self.version > since, deadline)
         return self.version
+
+    async def answers(self, peer: PeerId, within_seconds: float) -> bool:
+        return await self._contacts.answers(self._me, peer, within_seconds)
 
 
 def sim_host(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from protocols.base import Deadline, Host, Member, PeerId, Settings
+from protocols.base import Deadline, Host, Member, PeerId, Settings, StaticMembers
 from protocols.moshpit.averager import Moshpit
 from protocols.moshpit.state import ACQUAINTANCES, MoshpitState
 from tests.sim.host import SimDirectory
@@ -17,24 +17,9 @@ from tests.sim.swarm import SimSwarm
 from tests.support.moshpit import assert_groups_hold_same_bits, moshpit_swarm, outcomes, spread
 
 
-class NoMembers:
-    """A view of the members in which this peer is alone."""
-
-    version = 0
-
-    def __init__(self, me: Member) -> None:
-        self._me = me
-
-    def live(self) -> tuple[Member, ...]:
-        return (self._me,)
-
-    async def changed(self, since: int, deadline: Deadline) -> int:
-        await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
-        return 0
-
-
 def without_contacts(host: Host) -> Host:
-    return replace(host, members=NoMembers(Member(host.me)))
+    """Each sees nobody else."""
+    return replace(host, members=StaticMembers([Member(host.me)]))
 
 
 def test_unconnected_peers_find_groups_through_the_directory() -> None:
