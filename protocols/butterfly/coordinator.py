@@ -21,11 +21,11 @@ from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.wire import MAX_ROSTER, PartDone, Plan
 
-STILL_SECONDS = 0.25
+STILL_SECONDS = 0.1
 """How long no data comes in until the reducers of the last missing parts are asked whether they are there. The failure
 detector loses a stopped peer after three seconds at the least."""
-ANSWER_SECONDS = 1.0
-"""Time to answer, besides half of the data phase: the least timeout of a retransmission (RFC 6298, 2.4)."""
+ANSWER_SECONDS = 1.0  # for their answers: the least timeout of a retransmission (RFC 6298, 2.4)
+AGAIN_SECONDS = 0.5  # after the answers, until those that are there are asked again
 
 
 class RoundCoordinator:
@@ -134,12 +134,12 @@ class RoundCoordinator:
             if now < (due := self._still_at()):
                 await attempt.until(lambda: attempt.over() or self._still_at() < due, due)
                 continue
-            asked, within_seconds = self._missing_reducers(), ANSWER_SECONDS + self._vote.phase_seconds / 2
-            answers = await asyncio.gather(*(members.answers(peer, within_seconds) for peer in asked))
+            asked = self._missing_reducers()
+            answers = await asyncio.gather(*(members.answers(peer, ANSWER_SECONDS) for peer in asked))
             if self._still_at() <= now:
                 self._mute |= {peer for peer, here in zip(asked, answers, strict=True) if not here}
                 attempt.changed.notify()
-            await attempt.until(attempt.over, loop_time() + STILL_SECONDS)
+            await attempt.until(attempt.over, loop_time() + AGAIN_SECONDS)
 
     def _still_at(self) -> Deadline:
         """When no data has come in for a while. Not before most parts are in."""

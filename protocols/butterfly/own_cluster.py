@@ -73,6 +73,12 @@ class OwnCluster:
         return self.whole.peers[self.index] if self.whole and self.members else ""
 
     @property
+    def lead_is_replaced(self) -> bool:
+        """Whether another voter reduces the lead's part by now."""
+        reducers = self.whole.plan.reducers if self.whole and self.members else ()
+        return bool(reducers) and reducers[self.index] != self.index
+
+    @property
     def peers(self) -> tuple[PeerId, ...]:
         return self.members.peers if self.members else ()
 

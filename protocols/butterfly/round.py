@@ -367,10 +367,15 @@ class Round:
             self._ask_admission()
 
     def _lead_due(self) -> Deadline:
-        """When an associate expects the certificate from its lead: the vote takes a part of the time of the data."""
+        """When an associate expects the certificate from its lead: the vote takes a part of the time of the data.
+
+        At once if a part was taken from that lead, which has not reduced it: it may be stopped.
+        """
         exchange = self.exchange
         if exchange is None or not exchange.complete:
             return self.deadline
+        if self.cluster.lead_is_replaced:
+            return exchange.finished
         return exchange.finished + VOTE_SECONDS + self.vote.phase_seconds / 2
 
     def _told_by(self) -> Deadline:
