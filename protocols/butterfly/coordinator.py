@@ -130,15 +130,14 @@ class RoundCoordinator:
     async def _ask_reducers(self) -> None:
         """Ask the reducers of the last missing parts whether they are there, while no data comes in."""
         attempt, members = self._round, self._round.host.members
-        while not attempt.over() and (now := loop_time()) < attempt.deadline:
-            if now < (due := self._still_at()):
+        while not attempt.over() and loop_time() < attempt.deadline:
+            if loop_time() < (due := self._still_at()):
                 await attempt.until(lambda: attempt.over() or self._still_at() < due, due)
                 continue
             asked = self._missing_reducers()
             answers = await asyncio.gather(*(members.answers(peer, ANSWER_SECONDS) for peer in asked))
-            if self._still_at() <= now:
-                self._mute |= {peer for peer, here in zip(asked, answers, strict=True) if not here}
-                attempt.changed.notify()
+            self._mute |= {peer for peer, here in zip(asked, answers, strict=True) if not here}
+            attempt.changed.notify()
             await attempt.until(attempt.over, loop_time() + AGAIN_SECONDS)
 
     def _still_at(self) -> Deadline:

@@ -60,7 +60,7 @@ async def test_repair_gets_to_associates_that_have_a_new_lead(peers: Long) -> No
 
 
 @pytest.mark.parametrize(("alone", "seconds"), [(True, 0.5), (False, 0.5 + UNTOLD_SECONDS)])
-@simulated(CallingClusters, 4, 8)
+@simulated(lambda alone: CallingClusters(4, 2 if alone else 8))
 async def test_cluster_whose_lead_died_with_the_plan_is_not_waited_for(
     peers: CallingClusters, alone: bool, seconds: float
 ) -> None:
