@@ -31,7 +31,7 @@ AGAIN_SECONDS = 0.5  # after the answers, until those that are there are asked a
 class RoundCoordinator:
     def __init__(self, attempt: Round) -> None:
         self._round, self._call, self._vote, self._me = attempt, attempt.call, attempt.vote, attempt.me
-        self._mute: set[PeerId] = set()  # reducers that did not answer, though their parts are overdue
+        self._unanswering: set[PeerId] = set()  # reducers that did not answer, though their parts are overdue
         self._given: set[int] = set()  # parts that were given to another reducer than the first plan's
 
     async def run(self) -> None:
@@ -123,7 +123,7 @@ class RoundCoordinator:
             and (
                 resolved.reducer(part) not in live
                 or exchange.failed.get(part) == resolved.reducer(part)
-                or (part not in self._given and (overdue or resolved.reducer(part) in self._mute))
+                or (part not in self._given and (overdue or resolved.reducer(part) in self._unanswering))
             )
         ]
 
@@ -136,7 +136,7 @@ class RoundCoordinator:
                 continue
             asked = self._missing_reducers()
             answers = await asyncio.gather(*(members.answers(peer, ANSWER_SECONDS) for peer in asked))
-            self._mute |= {peer for peer, here in zip(asked, answers, strict=True) if not here}
+            self._unanswering |= {peer for peer, here in zip(asked, answers, strict=True) if not here}
             attempt.changed.notify()
             await attempt.until(attempt.over, loop_time() + AGAIN_SECONDS)
 
@@ -152,9 +152,8 @@ class RoundCoordinator:
         resolved, exchange = self._call.resolved, self._round.exchange
         assert resolved and exchange
         parts = (part for part in range(len(resolved.plan.reducers)) if part not in exchange.parts)
-        return [
-            peer for peer in dict.fromkeys(map(resolved.reducer, parts)) if peer not in {self._me.peer, *self._mute}
-        ]
+        known = {self._me.peer, *self._unanswering}
+        return [peer for peer in dict.fromkeys(map(resolved.reducer, parts)) if peer not in known]
 
     def _apart(self, resolved: RoundPlan) -> set[PeerId]:
         """Members that cannot get all parts of a mean, if without them too few are here to vote on it: their links to a
@@ -265,7 +264,7 @@ class RoundCoordinator:
             return self._skip(resolved, resolved.peers)
         weights = zip(resolved.peers, resolved.weights, strict=True)
         absent = [peer for peer, weight in weights if weight and peer not in present]
-        roster = self._round.next_roster(self._doubtful(resolved, absent))
+        roster = self._round.next_roster.drawn(self._mute(self._doubtful(resolved, absent)))
         known = {member.peer for member in roster}
         clusters = resolved if isinstance(resolved, ResolvedClusters) else None
         dones, senders = [held.done for held in parts if held.done], clusters.lone if clusters else None
@@ -281,8 +280,13 @@ class RoundCoordinator:
 
     def _skip(self, resolved: RoundPlan | None, doubtful: Sequence[PeerId] = ()) -> Record:
         digest = resolved.digest if resolved else bytes(32)
-        roster = self._round.next_roster(self._doubtful(resolved, doubtful) if resolved else ())
+        roster = self._round.next_roster.drawn(self._mute(self._doubtful(resolved, doubtful) if resolved else ()))
         return records.extend(self._round.head, Kind.SKIP, roster, digest)
+
+    def _mute(self, doubtful: Sequence[PeerId]) -> set[PeerId]:
+        """Those of which nothing was heard since the cut."""
+        heard, cut_at = self._vote.heard, self._call.cut_at
+        return {peer for peer in doubtful if heard.get(peer, -1.0) < cut_at}
 
     def _doubtful(self, resolved: RoundPlan, absent: Sequence[PeerId]) -> Sequence[PeerId]:
         """Of the members whose work is missing, those that may be gone.

@@ -8,7 +8,7 @@ that ends undecided leaves its vote and its parts to the next one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -51,10 +51,10 @@ from protocols.butterfly.call import INFORMED, Resting, RoundStart
 from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.missing_parts import MissingParts
+from protocols.butterfly.next_roster import NextRoster
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
 from protocols.consensus.messages import StartBallot, VoteMessage
-from protocols.consensus.vote_tally import max_admitted, min_retained
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.vectors.coding import Codec
 from protocols.vectors.views import VectorView
@@ -92,9 +92,9 @@ class Round:
         self._format, self._part_cache = part_format, part_cache
         settings = endpoint.settings
         self._elements, self._overlaps = settings.elements[head.key.fragment], settings.overlaps
-        self._least_members, self._awaits_backup = settings.least_members, settings.awaits_backup
+        self._awaits_backup = settings.awaits_backup
         self._voters, self._lagging, self._rested = min(settings.voters, MAX_ROSTER), lagging, rested
-        self._candidates: dict[PeerId, Member] = {}  # they ask for admission to the next roster, and hold the state
+        self.next_roster = NextRoster(endpoint, head, vote)
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
         self._seen = self.live_peers()  # in this attempt
         self._superseded = False
@@ -112,7 +112,7 @@ class Round:
             since=since,
             resting=vote.resting,
             changed=self.changed,
-            present=lambda: self._or_all(self._here()),
+            present=self.next_roster.present,
             roster_changes=self.roster_changes,
             lagging=self.lagging,
         )
@@ -389,6 +389,9 @@ class Round:
             self.vote.seek_fork(live, self.call.resolved)
             await self.until(self.over, self._within(WATCH_SECONDS))
 
+    def roster_changes(self) -> bool:
+        return self.next_roster.changes(self.call.has_work)
+
     def lagging(self) -> tuple[PeerId, ...]:
         """Peers to wait for, because they still fetch what this round begins from."""
         here = {*self.vote.observers, *self.vote.resting.peers(), *self._rested, self.me.peer}
@@ -498,7 +501,7 @@ class Round:
             raise BadPayload(f"asks for the admission of {member.peer}")
         if root != self.head.state_root:
             raise BadPayload("asks for admission with another state")
-        self._candidates[peer] = member
+        self.next_roster.candidates[peer] = member
         self.changed.notify()
         is_new = self.vote.observers.get(peer) != member
         self.vote.observers[peer] = member
@@ -538,46 +541,6 @@ class Round:
 
     def live_peers(self) -> set[PeerId]:
         return {member.peer for member in self.host.members.live()}
-
-    # -- the next roster ----------------------------------------------------------------------------------------------
-
-    def next_roster(self, doubtful: Iterable[PeerId] = ()) -> tuple[Member, ...]:
-        """Live members that stay, and candidates. Evicts `doubtful` members that have been silent since the cut."""
-        quorum, size = self.vote.tally.quorum, len(self.head.roster)
-        mute = {peer for peer in doubtful if self.vote.heard.get(peer, -1.0) < self.call.cut_at}
-        here = [member for member in self._here() if member == self.me or member.peer not in mute]
-        staying = [member for member in self._or_all(here) if member.peer not in self.vote.leaving]
-        # if all leave, keep enough members that each quorum has one of them
-        staying = staying or here[: min_retained(size, quorum)]
-        taken = {member.peer for member in staying}
-        live = set(self.host.members.live())
-        asking = {peer: each for peer, each in self._candidates.items() if each in live and peer not in taken}
-        drawn = records.drawn(self.head.key.lineage, asking)  # so no id can be made up to come first
-        limit = min(max_admitted(size), self._voters - len(staying))
-        return tuple(sorted((*staying, *(asking[peer] for peer in drawn[:limit]))))
-
-    def roster_changes(self) -> bool:
-        """Whether a record would change the roster. While all rest, members with work do not leave before it counts."""
-        now, then = set(self.head.roster), set(self.next_roster())
-        if len(now) == 1 and len(then) < self._least_members():
-            return False
-        return now != then and not (then < now and all(self.call.has_work(member.peer) for member in now - then))
-
-    def _here(self) -> list[Member]:
-        """This member and the live ones of the roster, and peers whose only broken link is to it: it cannot judge
-        them.
-        """
-        ends = [(each.first, each.second) for each in self.head.complaints]
-        beyond = {
-            second if first == self.me.peer else first for first, second in ends if self.me.peer in (first, second)
-        }
-        unknown = {peer for peer in beyond if sum(peer in pair for pair in ends) == 1}
-        live = set(self.host.members.live())
-        return [each for each in self.head.roster if each == self.me or each in live or each.peer in unknown]
-
-    def _or_all(self, here: Sequence[Member]) -> Sequence[Member]:
-        """These members; the whole roster if they are too few to decide, since this member may be the one cut off."""
-        return here if len(here) >= self.vote.tally.quorum else self.head.roster
 
 
 def _inputs_of(head: Head, settings: Settings, codec: Codec) -> PlanInputs:
