@@ -17,6 +17,7 @@ from tests.support.seconds import Seconds
 _HUGGING_FACE = {Path(__file__).parent / "node" / each for each in ("tasks/hf", "export")}
 
 prepare()
+os.environ.setdefault("GOGC", "100")  # Go's default takes a sixth off what it costs to start a p2pd
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )

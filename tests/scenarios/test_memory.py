@@ -25,7 +25,7 @@ KINDS = (ReducedPart, Reducer, AllReduce, Round, RoundVote, Snapshot)
 PEERS = 4
 SETTLING_ROUNDS = 10
 """More than parts, and decisions, are kept for."""
-UNDECIDED = 10
+UNDECIDED = 6
 ELEMENTS = 4000
 
 Trouble = Callable[[ScenarioRunner], Awaitable[None]]

@@ -13,9 +13,10 @@ import torch
 
 
 def prepare() -> None:
-    """Use one thread, and exempt PyTorch's quarter of a million objects from garbage collection."""
+    """Use one thread, and exempt PyTorch's quarter of a million objects from garbage collection, which comes seldom."""
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 def workers(count: int) -> ProcessPoolExecutor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ FOUNDERS, OBSERVERS = "abcd", "efghij"
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SessionCluster:
-    """Of four voters. Each peer may watch six."""
+    """Of four voters. Each peer may watch six. None collects garbage after its rounds: it would visit that of all."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     monkeypatch.setattr(round_module, "MAX_ROSTER", len(FOUNDERS))
     monkeypatch.setattr(watching, "MAX_WATCHED", 6)
     monkeypatch.setattr(watching, "VOTERS_WATCHED", 2)

@@ -15,7 +15,7 @@ from tests.sim.private import play
 from tests.support.long import long
 
 
-@pytest.mark.parametrize("seeds", ["0:2", "706", *long("2:60", "237", "640")])
+@pytest.mark.parametrize("seeds", ["0", "706", *long("1:60", "237", "640")])
 def test_private_run_keeps_its_invariants_under_faults(seeds: str) -> None:
     """`python -m tests.sim.private --seeds 0:1000` plays more.
 
