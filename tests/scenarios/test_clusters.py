@@ -13,12 +13,13 @@ from protocols.consensus.vote_tally import majority
 from tests.sim.scenario import Scenario
 from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 from tests.sim.world import CONTRIBUTE_ROUNDS, play
+from tests.support.long import long
 from tests.support.simulated import simulated
 
 MOST_BALLOTS = 5
-LOST = ((9, 5, 2),)
+LOST = ((7, 5, 2), *long((9, 5, 2)))
 """Peers, voters, voters killed: with those that live a quorum can decide."""
-MOST_LOST = ((9, 5, 3),)
+MOST_LOST = ((7, 5, 3), *long((9, 5, 3)))
 
 
 def clustered(peers: int, voters: int) -> ScenarioRunner:
@@ -28,7 +29,7 @@ def clustered(peers: int, voters: int) -> ScenarioRunner:
             peers,
             voters=voters,
             elements=100_000,
-            chunk_elements=2_000,
+            chunk_elements=5_000,
             uplinks=(100_000.0,) * peers,
             inner_steps=10,
         )
