@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +32,7 @@ from tests.conformance.worlds import freeze
 from tests.support.directory_examples import RUN, TTL, sealed
 from tests.support.long import long
 from tests.support.real_transports import TransportMaker, on_uvloop, soon
+from tests.support.transport_pool import Pool
 
 
 @dataclass
@@ -71,6 +74,12 @@ class PeerMaker(TransportMaker):
 @pytest.fixture
 def make(directory: Path) -> PeerMaker:
     return PeerMaker(directory)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with contextlib.closing(Pool()) as opened:
+        yield opened
 
 
 def store_request(*hints: DirectoryRecord, run: bytes = RUN, **changes: Any) -> Any:
@@ -119,36 +128,6 @@ class TestDirectory:
         assert await c.find() == {a.transport.me: b"first"}
         await a.directory.announce("all", b"second", TTL, soon())
         assert await c.find() == {a.transport.me: b"second"}
-
-    @pytest.mark.parametrize("ahead_seconds", [-3600.0, *long(600.0)])
-    @on_uvloop
-    async def test_skewed_clock_is_corrected(self, make: PeerMaker, ahead_seconds: float) -> None:
-        class Off(WallClock):
-            def wall(self) -> float:
-                return super().wall() + ahead_seconds
-
-        a, b = await make.peer(), await make.peer(offset_seconds=-ahead_seconds)
-        b.directory._clock = Off()
-        await b.connect(a)
-        await a.directory.announce("all", b"a", TTL, soon())
-        await b.directory.announce("all", b"b", TTL, soon())
-        assert await a.find() == await b.find() == {a.transport.me: b"a", b.transport.me: b"b"}
-
-    @on_uvloop
-    async def test_records_of_other_runs_are_rejected(self, make: PeerMaker) -> None:
-        a, b = await make.peer(), await make.peer(run=bytes(32))
-        await b.connect(a)
-        await a.directory.announce("all", b"a", TTL, soon())
-        assert await b.find() == {}
-        why = "a record of another run, or under a key that is not its own"
-        assert list(b.directory.refused) == [(a.transport.me, why)]
-
-    @on_uvloop
-    async def test_invalid_announcement_raises_value_error(self, make: PeerMaker) -> None:
-        a = await make.peer()
-        for scope, value, ttl in (("s", bytes(4096), TTL), ("s" * 129, b"", TTL), ("s", b"", 601), ("s", b"", 0)):
-            with pytest.raises(ValueError):
-                await a.directory.announce(scope, value, ttl, soon())
 
     @on_uvloop
     async def test_unresponsive_directory_is_no_error(self, make: PeerMaker) -> None:
@@ -208,9 +187,42 @@ class TestDirectory:
             os.kill(transport.daemon_pid, signal.SIGCONT)
             await directory._up.wait()
 
+    @on_uvloop
+    async def test_lying_node_does_not_spoil_honest_records(
+        self, make: PeerMaker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        honest = StarlingDHT.rpc_find
+        lies: dict[str, DirectoryRecord] = {}
+
+        async def rpc_find(self: Any, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+            response = await honest(self, request, context)
+            if hint := lies.get(self.p2p.peer_id.to_base58()):
+                found = DictionaryDHTValue()
+                found.store(hint.peer, MSGPackSerializer.dumps(hint.pack()), hint.expires)
+                for result in response.results:
+                    result.type, result.expiration_time = dht_pb2.FOUND_DICTIONARY, hint.expires
+                    result.value = MSGPackSerializer.dumps(found)
+                    result.nearest_node_ids.append(bytes(20))
+                    result.nearest_peer_ids.append(b"x")
+            return response
+
+        monkeypatch.setattr(StarlingDHT, "rpc_find", rpc_find)
+        a, liar, c = await make.chain(3)
+        await c.connect(a)
+        await a.directory.announce("all", b"a", TTL, soon())
+        lies[liar.transport.me] = dataclasses.replace(sealed(a.key, ttl=500), value=b"forged")
+        assert await c.find() == {a.transport.me: b"a"}
+        assert c.directory.refused == {(liar.transport.me, "a record that is not signed by its peer"): 1}
+
 
 @pytest.mark.real
-class TestLiars:
+class TestUndisturbed:
+    """Nothing happens to the peers themselves: all tests of two have the same."""
+
+    @pytest.fixture
+    def make(self, directory: Path, pool: Pool) -> PeerMaker:
+        return PeerMaker(directory, pool)
+
     @on_uvloop
     async def test_invalid_records_are_rejected_and_counted(self, make: PeerMaker) -> None:
         a, b = await make.chain(2)
@@ -256,33 +268,6 @@ class TestLiars:
             assert list(response.store_ok) == [False]
 
     @on_uvloop
-    async def test_lying_node_does_not_spoil_honest_records(
-        self, make: PeerMaker, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        honest = StarlingDHT.rpc_find
-        lies: dict[str, DirectoryRecord] = {}
-
-        async def rpc_find(self: Any, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-            response = await honest(self, request, context)
-            if hint := lies.get(self.p2p.peer_id.to_base58()):
-                found = DictionaryDHTValue()
-                found.store(hint.peer, MSGPackSerializer.dumps(hint.pack()), hint.expires)
-                for result in response.results:
-                    result.type, result.expiration_time = dht_pb2.FOUND_DICTIONARY, hint.expires
-                    result.value = MSGPackSerializer.dumps(found)
-                    result.nearest_node_ids.append(bytes(20))
-                    result.nearest_peer_ids.append(b"x")
-            return response
-
-        monkeypatch.setattr(StarlingDHT, "rpc_find", rpc_find)
-        a, liar, c = await make.chain(3)
-        await c.connect(a)
-        await a.directory.announce("all", b"a", TTL, soon())
-        lies[liar.transport.me] = dataclasses.replace(sealed(a.key, ttl=500), value=b"forged")
-        assert await c.find() == {a.transport.me: b"a"}
-        assert c.directory.refused == {(liar.transport.me, "a record that is not signed by its peer"): 1}
-
-    @on_uvloop
     async def test_stored_flood_is_bounded(self, make: PeerMaker) -> None:
         a, b = await make.chain(2)
         taken = errors = 0
@@ -304,3 +289,33 @@ class TestLiars:
         results = await asyncio.gather(*calls, return_exceptions=True)
         turned_away = sum(isinstance(result, P2PHandlerError) for result in results)
         assert b.directory.refused[a.transport.me, "too many requests"] == turned_away > 0
+
+    @pytest.mark.parametrize("ahead_seconds", [-3600.0, *long(600.0)])
+    @on_uvloop
+    async def test_skewed_clock_is_corrected(self, make: PeerMaker, ahead_seconds: float) -> None:
+        class Off(WallClock):
+            def wall(self) -> float:
+                return super().wall() + ahead_seconds
+
+        a, b = await make.peer(), await make.peer(offset_seconds=-ahead_seconds)
+        b.directory._clock = Off()
+        await b.connect(a)
+        await a.directory.announce("all", b"a", TTL, soon())
+        await b.directory.announce("all", b"b", TTL, soon())
+        assert await a.find() == await b.find() == {a.transport.me: b"a", b.transport.me: b"b"}
+
+    @on_uvloop
+    async def test_records_of_other_runs_are_rejected(self, make: PeerMaker) -> None:
+        a, b = await make.peer(), await make.peer(run=bytes(32))
+        await b.connect(a)
+        await a.directory.announce("all", b"a", TTL, soon())
+        assert await b.find() == {}
+        why = "a record of another run, or under a key that is not its own"
+        assert list(b.directory.refused) == [(a.transport.me, why)]
+
+    @on_uvloop
+    async def test_invalid_announcement_raises_value_error(self, make: PeerMaker) -> None:
+        a = await make.peer()
+        for scope, value, ttl in (("s", bytes(4096), TTL), ("s" * 129, b"", TTL), ("s", b"", 601), ("s", b"", 0)):
+            with pytest.raises(ValueError):
+                await a.directory.announce(scope, value, ttl, soon())
