@@ -132,10 +132,11 @@ def attacked(attack: str, liars: int, **setup: Any) -> Played:
 @pytest.mark.parametrize(
     "rule, attack, peers, liars",
     [
-        *((rule, "reversed", 5, 1) for rule in RULES),
+        ("median", "reversed", 5, 1),
         ("mean", "understated", 5, 1),
         ("mean", "ipm", 7, 2),
         ("centered_clip", "alie", 7, 2),
+        *long(*((rule, "reversed", 5, 1) for rule in RULES if rule != "median")),
     ],
 )
 def test_swarm_under_attack_commits_identical_bits(rule: str, attack: str, peers: int, liars: int) -> None:
@@ -148,7 +149,7 @@ def test_swarm_under_attack_commits_identical_bits(rule: str, attack: str, peers
         assert blamed == {"p4"}
 
 
-@pytest.mark.parametrize("rule", ["median", "centered_clip", *long("mean", "trimmed_mean", "krum", "multi_krum")])
+@pytest.mark.parametrize("rule", ["centered_clip", *long(*(rule for rule in RULES if rule != "centered_clip"))])
 def test_rule_holds_in_clusters_behind_voters(rule: str) -> None:
     """Three clusters of three: a liar in one of them is blamed by those that it sends to, and no honest peer is."""
     played = attacked("reversed", 1, peers=9, voters=3, clusters=True, rounds=8, robust=rule)

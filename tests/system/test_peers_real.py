@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkers import Report
+from tests.support.long import long
 from tests.support.real_swarm import RealPeer, RealSwarm, deciding, deciding_one_round, paced, wait, whole_rounds
 
 pytestmark = pytest.mark.real
@@ -148,29 +149,29 @@ def test_newcomer_joins_after_the_founder_is_killed(swarm: RealSwarm) -> None:
     swarm.check()
 
 
-def test_leaver_hands_in_its_round_without_delay(swarm: RealSwarm) -> None:
-    four = swarm.four(ROUND_SECONDS)
-    for leaver, leave in ((four[0], finish), (four[1], interrupt)):
-        others_decide([leaver], time.time(), ROUND_SECONDS)
-        time.sleep(0.5)  # the next round is under way
-        asked, before = time.time(), leaver.last()["round"]
-        leave(leaver)
-        assert leaver.ends(LEFT_SECONDS) == 0
-        left = time.time()
-        print(f"{leaver.name} left {left - asked:.1f} s after it was asked")
-        leaver.leaves_nothing()
-        last = leaver.last()
-        assert last["round"] > before and last["weight"] > 0 and leaver.id in last["peers"]
-        others_decide(swarm.running, left, 5)
-        swarm.check()
-
-
 def finish(peer: RealPeer) -> None:
     assert peer.ask("finish") == {"ok": True}
 
 
 def interrupt(peer: RealPeer) -> None:
     peer.strike(number=signal.SIGINT)
+
+
+@pytest.mark.parametrize("leave", (interrupt, *long(finish)))
+def test_leaver_hands_in_its_round_without_delay(swarm: RealSwarm, leave: Callable[[RealPeer], None]) -> None:
+    leaver = swarm.four(ROUND_SECONDS)[1]
+    others_decide([leaver], time.time(), ROUND_SECONDS)
+    time.sleep(0.5)  # the next round is under way
+    asked, before = time.time(), leaver.last()["round"]
+    leave(leaver)
+    assert leaver.ends(LEFT_SECONDS) == 0
+    left = time.time()
+    print(f"{leaver.name} left {left - asked:.1f} s after it was asked")
+    leaver.leaves_nothing()
+    last = leaver.last()
+    assert last["round"] > before and last["weight"] > 0 and leaver.id in last["peers"]
+    others_decide(swarm.running, left, 5)
+    swarm.check()
 
 
 def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:

@@ -21,7 +21,7 @@ SEEDS = range(2000)
 
 def test_random_schedules_break_no_invariant() -> None:
     """The first seeds: `make sim` plays 20,000."""
-    assert [f"seed {seed}: {error}" for seed, error in play(SEEDS[:500])] == []
+    assert [f"seed {seed}: {error}" for seed, error in play(SEEDS[:250])] == []
 
 
 class HalfAQuorum(Remembering):
