@@ -35,7 +35,7 @@ FETCH_REQUESTS, FETCH_SECONDS = 4, 0.5
 ROUND_SECONDS = 2.0  # until a leaving peer's round has ended
 BEGUN_SECONDS, MOVED_SECONDS, SETTLED_SECONDS = 90.0, 40.0, 20.0
 AWAY_SECONDS = 10.0
-RULE_ROUND_SECONDS, BALANCED_SECONDS = 30.0, 300.0
+RULE_ROUND_SECONDS, BALANCED_SECONDS, LEVEL_SECONDS = 30.0, 300.0, 150.0
 ROUND_STRIDE = 5  # of the messages of a move with rounds: most of them are of microbatches
 
 
@@ -164,7 +164,7 @@ class MovingWorld(FoundingWorld):
             lambda: len(self.entrances) == len(self.peers) and min(self.counts()) >= least,
             MOVED_SECONDS + BALANCED_SECONDS,
         )
-        await asyncio.sleep(BALANCED_SECONDS)
+        await asyncio.sleep(LEVEL_SECONDS)  # five times as long as the rule waits between two looks
         if min(self.counts()) < least or self.moves != 2 * (least - 1):
             self.wrong.append(Violation("balance", "", 0, f"{self.counts()} in the stages after {self.moves} moves"))
         self.end()

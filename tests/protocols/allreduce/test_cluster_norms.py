@@ -124,7 +124,7 @@ LIES = {
 def test_liar_wastes_its_own_half_of_a_pair_only(lie: str) -> None:
     """The other one's work keeps at least nine tenths of its share, and the mean of the pair an honest norm."""
     liar, declared, sent = LIES[lie]
-    swarm = ClusteredSwarm(2, *[1] * 7, elements=8_000, chunk=200)
+    swarm = ClusteredSwarm(2, *[1] * 7, elements=8_000, chunk=800)
     unit = math.sqrt(8_000)
     honest = "v0" if liar == "v0.1" else "v0.1"
     swarm.norms = {name: float(vector.norm()) for name, vector in swarm.vectors.items()} | {liar: declared * unit}
