@@ -21,6 +21,9 @@ from protocols.consensus.record import Record
 from protocols.streams.endpoint import ProtocolEndpoint
 
 RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
+STILL_SECONDS = 0.5
+"""Besides half of the data phase: how long no data comes in until a part of a decided mean is asked of the voters, which
+all hold it. Its reducer may be stopped."""
 
 
 class MissingParts:
@@ -62,16 +65,19 @@ class MissingParts:
             holders = [vote.tally.coordinator(ballot), *(member.peer for member in voters)]
             for index, part in enumerate(value.record.parts):
                 if part.digest in wanted:
-                    await self._obtain(value.record, index, holders)
+                    await self._obtain(value.record, index, holders, vote.patience_seconds)
             missing = tuple(each for each in wanted if each not in self._part_cache.of(self._head.key.lineage))
             if missing and not vote.wanted:
                 # A newer proposal may come meanwhile. Its parts are wanted then, and those of this one no more.
                 await self._until(lambda: self._over() or bool(vote.wanted), self._within(RETRY_SECONDS))
                 vote.wanted = vote.wanted or missing
 
-    async def _obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
+    async def _obtain(
+        self, record: Record, index: int, holders: Sequence[PeerId], still_seconds: float
+    ) -> ReducedPart | None:
+        """A part of a record: from this member's own data phase until no data has come in there for so long."""
         part = record.parts[index]
-        await self._await_own_part(record, index)
+        await self._await_own_part(record, index, still_seconds)
         held = self._part_cache.get(part.digest)
         if held is None and record.tiles(self._elements):
             held = await self.fetch(holders, part, self._format.part_of(record, index))
@@ -83,7 +89,7 @@ class MissingParts:
             self._vote.keep(held)
         return held
 
-    async def _await_own_part(self, record: Record, index: int) -> None:
+    async def _await_own_part(self, record: Record, index: int, still_seconds: float) -> None:
         """Wait for a part that this member's own data phase may still complete, as long as data flows."""
         exchange = self._exchange_of(record.plan)
         if exchange is None:
@@ -93,7 +99,7 @@ class MissingParts:
             return index in exchange.parts or index in exchange.failed or self._exchange_of(record.plan) is not exchange
 
         def flows_until() -> Deadline:
-            return min(exchange.task.deadline, exchange.moved + self._vote.patience_seconds)
+            return min(exchange.task.deadline, exchange.moved + still_seconds)
 
         while not settled() and loop_time() < flows_until():
             await self._until(settled, flows_until())
@@ -142,9 +148,11 @@ class MissingParts:
             voters = records.drawn(lot, (member.peer for member in self._head.roster))
         holders = (*(peer for peer in records.drawn(lot, mates) if peer not in voters), *voters)
 
+        still_seconds = STILL_SECONDS + self._vote.phase_seconds / 2
+
         async def one(index: int) -> ReducedPart | None:
             async with turn:
-                return await self._obtain(record, index, holders)
+                return await self._obtain(record, index, holders, still_seconds)
 
         async with task_group() as group:
             jobs = [group.create_task(one(index)) for index in range(len(record.parts))]

@@ -24,6 +24,7 @@ from tests.support.disguises import sending
 from tests.support.long import diagonal, long
 from tests.support.simulated import simulated
 from tests.support.voting_clusters import CALL_SECONDS, VotingClusters
+from tests.support.waiting import until
 
 
 def whole(swarm: VotingClusters, record: Record) -> int:
@@ -342,6 +343,29 @@ def test_reducer_that_does_not_answer_is_replaced(pause_seconds: float, repairs:
         assert plan and plan.plan.version == repairs
         assert max(swarm.ended[name] for name in others) < 2.0 + LIVENESS_SECONDS + 0.5
         assert repairs or all(each.chunks_counted == each.chunks for each in (result.clusters or {}).values())
+
+    swarm.play(play)
+
+
+def test_cluster_that_lacks_a_part_of_the_decided_mean_soon_asks_others() -> None:
+    """The part's reducer is cut off from it, and failure detectors take longer. The others decide meanwhile."""
+    swarm = VotingClusters(3, 3, 3)
+    _, reducer, voter = swarm.order
+    cluster = next(each for each in swarm.clusters if voter in each)
+
+    async def cut() -> None:
+        def has_reduced() -> bool:
+            exchange = swarm.rounds[reducer].exchange if reducer in swarm.rounds else None
+            return exchange is not None and bool(exchange.parts)
+
+        await until(has_reduced, 10.0)
+        for name in cluster:
+            swarm.network.block(reducer, name)
+
+    async def play() -> None:
+        await swarm.average(cut())
+        assert swarm.decided(swarm.names).averaged
+        assert all(seconds < CALL_SECONDS + 1.0 for seconds in swarm.ended.values())
 
     swarm.play(play)
 
