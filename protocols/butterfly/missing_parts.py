@@ -22,7 +22,7 @@ from protocols.streams.endpoint import ProtocolEndpoint
 
 RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
 STILL_SECONDS = 0.5
-"""Besides half of the data phase: how long no data comes in until a part of a decided mean is asked of the voters, which
+"""Besides half of the data phase: how long no data comes in until a part of a decided mean is asked of the voters, who
 all hold it. Its reducer may be stopped."""
 
 

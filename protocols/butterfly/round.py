@@ -61,7 +61,7 @@ from protocols.vectors.views import VectorView
 from protocols.wire import MAX_ROSTER
 
 WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
-VOTE_SECONDS = 1.0  # after the data phase until an associate asks another voter than its lead what was decided
+VOTE_SECONDS = 0.5  # after the data phase until an associate asks another voter than its lead what was decided
 ASK_SECONDS = 0.25  # time for a peer in the next round to send this round's certificate, before another one is asked
 
 

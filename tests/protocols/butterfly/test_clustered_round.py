@@ -365,7 +365,8 @@ def test_cluster_that_lacks_a_part_of_the_decided_mean_soon_asks_others() -> Non
     async def play() -> None:
         await swarm.average(cut())
         assert swarm.decided(swarm.names).averaged
-        assert all(seconds < CALL_SECONDS + 1.0 for seconds in swarm.ended.values())
+        others = max(seconds for name, seconds in swarm.ended.items() if name not in cluster)
+        assert max(swarm.ended.values()) < others + 1.0
 
     swarm.play(play)
 
