@@ -8,6 +8,7 @@ msgpack limits how deep arrays nest, and the decoder neither walks nor prints de
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -112,6 +113,18 @@ def list_of(of: Any, maximum: int) -> Any:
         return tuple(spec.unpack(item) for item in value)
 
     return _field(Spec(lambda items: [spec.pack(item) for item in items], unpack, f"at most {maximum} of: {spec.what}"))
+
+
+def short_uints(maximum: int) -> Any:
+    """At most this many integers of 16 bits, two bytes each."""
+    what = f"at most {maximum} integers of 16 bits, little-endian"
+
+    def unpack(value: Any) -> tuple[int, ...]:
+        if type(value) is not bytes or len(value) > 2 * maximum or len(value) % 2:
+            raise _refuse(what, value)
+        return struct.unpack(f"<{len(value) // 2}H", value)
+
+    return _field(Spec(lambda items: struct.pack(f"<{len(items)}H", *items), unpack, what))
 
 
 def optional(of: Any, maximum: int) -> Any:

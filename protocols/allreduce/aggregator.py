@@ -147,7 +147,7 @@ class PartialReducer(Reducer):
         self._clusters: ResolvedClusters = task.clusters
         super().__init__(task, index, part)
         low, high = self._clusters.part(index)
-        sizes = [cluster.size for cluster in self._clusters.plan.clusters]
+        sizes = [cluster.size for cluster in self._clusters.clusters]
         codecs = [task.format.codec.reduced(size) for size in sizes]
         self._layouts = {
             lead: PartLayout(codec, low, high, task.format.chunk_elements)

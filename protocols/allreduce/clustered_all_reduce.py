@@ -18,12 +18,12 @@ from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.allreduce import clustered_plan
 from protocols.allreduce.aggregator import Aggregator, PartialReducer, Relay
 from protocols.allreduce.all_reduce import DATA, AllReduce, contribute
-from protocols.allreduce.clustered_plan import ContributePartial, ResolvedClusters, RoundPlan
+from protocols.allreduce.clustered_plan import ContributePartial, MemberOffer, ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from protocols.streams.endpoint import RoundAccounting
-from protocols.wire import Contribute, Offer
+from protocols.wire import Contribute
 
 TRIES = 3  # streams to one relay of a part: each repair of a reducer ends one
 UNTOLD_SECONDS = 1.0  # besides half of the data phase: how long a cluster that has lost its lead has to come
@@ -47,7 +47,7 @@ class ClusteredAllReduce(AllReduce):
         assert task.clusters
         self.clusters: ResolvedClusters = task.clusters
         self._me, self._lead = task.host.me, self.clusters.peers[task.cluster]
-        self._offers = task.resolved.plan.offers
+        self._offers = clustered_plan.member_offers(task.resolved.plan.offers)
         self._partials: dict[int, PartialReducer] = {}  # of the parts that this voter reduces
         self._aggregators: dict[int, Aggregator] = {}
         self._relays: dict[int, Relay] = {}  # an aggregator's, too
@@ -343,6 +343,8 @@ class ClusteredAllReduce(AllReduce):
         """Serve another cluster's aggregator, or a member in place of one that is lost."""
         if opening.cluster >= len(self.clusters.peers) or opening.part >= len(self.clusters.plan.reducers):
             raise BadPayload("no cluster or no part of the plan")
+        if not self.clusters.offered:
+            raise BadPayload("the work of a cluster, sent to a peer that is not a voter")
         self._check_codec(opening.codec)
         members = await self._checked(opening.cluster, opening.offers, peer)
         if peer not in members.peers:
@@ -352,7 +354,7 @@ class ClusteredAllReduce(AllReduce):
             raise PeerSilent(peer, f"part {opening.part} is not reduced here")
         await self._partials[opening.part].serve_cluster(opening.cluster, stream, opening.relays)
 
-    async def _checked(self, cluster: int, offers: Sequence[Offer], by: PeerId) -> ResolvedPlan:
+    async def _checked(self, cluster: int, members_offers: Sequence[MemberOffer], by: PeerId) -> ResolvedPlan:
         """What follows from the offers of a cluster, which are checked once. Raises BadPayload.
 
         `by` sent them: it is there, although it may have left this peer's view before.
@@ -360,7 +362,8 @@ class ClusteredAllReduce(AllReduce):
         async with self._checking:
             if cluster not in self._known:
                 clusters, signer = self.clusters, self.task.host.signer
-                offered = clusters.plan.clusters[cluster]
+                offered = clusters.offered[cluster]
+                offers = clustered_plan.whole_offers(offered, members_offers)
                 check = partial(clustered_plan.check_offers, clusters.inputs, offered, offers, signer.verify)
                 await self.task.host.compute.run(check, 0)
                 members = clustered_plan.resolve_cluster(clusters, cluster, offers)

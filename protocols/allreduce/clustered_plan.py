@@ -4,6 +4,10 @@ A lead offers its cluster as a whole, with its members' tokens, their norms and 
 these clusters. All weights and the median norm follow from it. Inside a cluster, the rest follows from the offers by
 the rules of `protocols.allreduce.plan`: clip factors, and which member aggregates which part. Whoever holds the offers
 can check it, and what the lead claims of them: the members, and the reducers of the parts.
+
+Voters check a plan against all clusters' offers. A member of a cluster gets an outline of it, which says what follows
+from them, and its own cluster's offers. The hash of a plan is that of its outline. So a record that names it shows that
+a majority of the voters found the same.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -23,6 +27,7 @@ from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, Plan
 from protocols.base import BadPayload, Header, Member, PeerId, RoundKey
 from protocols.consensus.record import ClusterDigest, drawn
 from protocols.wire import (
+    MAX_NORM,
     MAX_ROSTER,
     MAX_SECONDS,
     MAX_TOKENS,
@@ -38,6 +43,7 @@ from protocols.wire import (
     peer_id,
     real,
     register,
+    short_uints,
     text,
     uint,
 )
@@ -72,7 +78,7 @@ class ClusterOffer:
 
     lead: Member = one(Member)
     tokens: tuple[int, ...] = list_of(uint(MAX_TOKENS), MAX_CLUSTER)  # of each member, in their order
-    norms: tuple[int, ...] = list_of(uint(MAX_NORM_CODE), MAX_CLUSTER)  # the same, as `norm_code`
+    norms: tuple[int, ...] = short_uints(MAX_CLUSTER)  # the same, as `norm_code`
     step_seconds: float = real(0, MAX_SECONDS)  # all but the slowest tenth take at most so long for a step
     pace: float = real(1, 1e13)  # bytes/s that all but the slowest tenth of the members send
     bandwidth: float = real(1, 1e13)  # of the lead, which reduces for all clusters
@@ -104,33 +110,91 @@ class ClusterReady(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class ClusteredPlan(Header):
+class ClusteredPlan:
     """The coordinator's plan of a round of clusters, as `wire.Plan` is one of members."""
+
+    key: RoundKey
+    ballot: int
+    version: int
+    clusters: tuple[ClusterOffer, ...]  # in the order that bit masks and sums use
+    bounds: tuple[int, ...]
+    reducers: tuple[int, ...]  # part -> index of the cluster whose lead reduces
+    cut_seconds: float
+    budget_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCluster:
+    """A `ClusterOffer` in a plan, which has its lead and its state."""
+
+    tokens: tuple[int, ...] = list_of(uint(MAX_TOKENS), MAX_CLUSTER)
+    norms: tuple[int, ...] = short_uints(MAX_CLUSTER)
+    step_seconds: float = real(0, MAX_SECONDS)
+    pace: float = real(1, 1e13)
+    bandwidth: float = real(1, 1e13)
+    complete: bool = flag()
+    leaving: bool = flag()
+    offers: bytes = digest()
+    signature: bytes = blob(128)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan(Header):
+    """A `ClusteredPlan` on its way to a voter, which knows the roster. All clusters begin from one state."""
 
     key: RoundKey = one(RoundKey)
     ballot: int = uint(1 << 20)
     version: int = uint(1 << 20)
-    # in the order that bit masks and sums use
-    clusters: tuple[ClusterOffer, ...] = list_of(one(ClusterOffer), MAX_ROSTER)
+    leads: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each member of the roster, in order
+    state_root: bytes = digest()
+    clusters: tuple[PlannedCluster, ...] = list_of(one(PlannedCluster), MAX_ROSTER)
     bounds: tuple[int, ...] = list_of(uint(1 << 48), MAX_ROSTER + 1)
-    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)  # part -> index of the cluster whose lead reduces
+    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
     cut_seconds: float = real(0, MAX_SECONDS)
     budget_seconds: float = real(0, MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
+class MemberOffer:
+    """A member's offer beside that of its cluster, which has its tokens and its state."""
+
+    member: Member = one(Member)
+    norm: float = real(0, MAX_NORM)
+    step_seconds: float = real(0, MAX_SECONDS)
+    complete: bool = flag()
+    leaving: bool = flag()
+    bandwidth: float = real(1, 1e13)
+    signature: bytes = blob(128)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutline:
+    """What members of clusters need of a `ClusteredPlan`, and all that its hash covers."""
+
+    ballot: int = uint(1 << 20)
+    version: int = uint(1 << 20)
+    leads: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each member of the roster, in order
+    clusters: tuple[ClusterDigest, ...] = list_of(one(ClusterDigest), MAX_ROSTER)
+    bounds: tuple[int, ...] = list_of(uint(1 << 48), MAX_ROSTER + 1)
+    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
+    cut_seconds: float = real(0, MAX_SECONDS)
+    budget_seconds: float = real(0, MAX_SECONDS)
+    median_tokens: int = uint(MAX_TOKENS)  # as `median_tokens`
+    median_norm: int = uint(MAX_NORM_CODE)  # the `norm_code` of `median_norm`
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan(Header):
-    """A lead passes the plan on to its cluster, with the offers that are in it. If it is lost, a member does."""
+    """A lead passes the plan on to its cluster, with the offers of that one. If it is lost, a member does."""
 
     key: RoundKey = one(RoundKey)
-    plan: ClusteredPlan = one(ClusteredPlan)
-    offers: tuple[Offer, ...] = list_of(one(Offer), MAX_CLUSTER)
+    plan: PlanOutline = one(PlanOutline)
+    cluster: ClusterOffer = one(ClusterOffer)
+    offers: tuple[MemberOffer, ...] = list_of(one(MemberOffer), MAX_CLUSTER)
 
     @property
     def lead(self) -> PeerId:
-        """Of the cluster that the offers are of; empty if they are of none in the plan."""
-        members = {offer.member for offer in self.offers}
-        return next((cluster.lead.peer for cluster in self.plan.clusters if cluster.lead in members), "")
+        return self.cluster.lead.peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +219,11 @@ class ContributePartial(Header):
     part: int = uint(MAX_ROSTER)
     codec: str = text(16)
     cluster: int = uint(MAX_ROSTER)
-    offers: tuple[Offer, ...] = list_of(one(Offer), MAX_CLUSTER)
+    offers: tuple[MemberOffer, ...] = list_of(one(MemberOffer), MAX_CLUSTER)
     relays: bool = flag()
 
 
-register(220, (OfferToLead, ClusterReady, ClusteredPlan, ClusterPlan, ContributePartial, Partial))
+register(220, (OfferToLead, ClusterReady, PackedPlan, ClusterPlan, ContributePartial, Partial))
 register(228, (ClusterVersion,))
 
 
@@ -167,9 +231,43 @@ register(228, (ClusterVersion,))
 
 
 def offers_digest(key: RoundKey, lead: PeerId, offers: Sequence[Offer]) -> bytes:
-    """The digest by which a record names a cluster's offers, with their signatures."""
+    """The digest by which a cluster's offer names those of its members, with their signatures."""
     signed = (canonical_bytes(OfferToLead(key, lead, offer)) for offer in offers)
     return hashlib.sha256(b"starling cluster" + b"".join(signed)).digest()
+
+
+def cluster_digest(key: RoundKey, cluster: ClusterOffer) -> ClusterDigest:
+    """How records and outlines name a cluster's offer, and with it those of its members."""
+    return ClusterDigest(hashlib.sha256(ClusterReady(key, cluster).signed()).digest(), cluster.size)
+
+
+def member_offers(offers: Sequence[Offer]) -> tuple[MemberOffer, ...]:
+    return tuple(
+        MemberOffer(
+            each.member, each.norm, each.step_seconds, each.complete, each.leaving, each.bandwidth, each.signature
+        )
+        for each in offers
+    )
+
+
+def whole_offers(cluster: ClusterOffer, offers: Sequence[MemberOffer]) -> tuple[Offer, ...]:
+    """The offers of a cluster's members, not checked. Raises BadPayload if they are not as many as its offer says."""
+    if len(offers) != cluster.size:
+        raise BadPayload("other offers than those of the cluster's members")
+    return tuple(
+        Offer(
+            member=each.member,
+            tokens=tokens,
+            norm=each.norm,
+            step_seconds=each.step_seconds,
+            complete=each.complete,
+            leaving=each.leaving,
+            bandwidth=each.bandwidth,
+            state_root=cluster.state_root,
+            signature=each.signature,
+        )
+        for each, tokens in zip(offers, cluster.tokens, strict=True)
+    )
 
 
 def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer], complete: bool) -> ClusterOffer:
@@ -266,9 +364,95 @@ def _cluster_seconds(clusters: Sequence[ClusterOffer], total_bytes: int, growth:
     return quantile(each, 1 - SLOWEST_SHARE)
 
 
-def clustered_digest(plan: ClusteredPlan) -> bytes:
+def packed(plan: ClusteredPlan, roster: Sequence[Member]) -> PackedPlan:
+    """Pack a plan for voters. Its leads are members, in order, and begin from one state."""
+    return PackedPlan(
+        key=plan.key,
+        ballot=plan.ballot,
+        version=plan.version,
+        leads=_mask_of(plan, roster),
+        state_root=plan.clusters[0].state_root,
+        clusters=tuple(
+            PlannedCluster(
+                tokens=each.tokens,
+                norms=each.norms,
+                step_seconds=each.step_seconds,
+                pace=each.pace,
+                bandwidth=each.bandwidth,
+                complete=each.complete,
+                leaving=each.leaving,
+                offers=each.offers,
+                signature=each.signature,
+            )
+            for each in plan.clusters
+        ),
+        bounds=plan.bounds,
+        reducers=plan.reducers,
+        cut_seconds=plan.cut_seconds,
+        budget_seconds=plan.budget_seconds,
+    )
+
+
+def unpacked(message: PackedPlan, roster: Sequence[Member]) -> ClusteredPlan:
+    """The plan that was `packed`, not checked. Raises BadPayload if it has not one cluster for each lead."""
+    leads = leads_in(message.leads, roster)
+    if len(leads) != len(message.clusters) or message.leads >> len(roster):
+        raise BadPayload("the plan's leads are not members of the roster, each with a cluster")
+    return ClusteredPlan(
+        key=message.key,
+        ballot=message.ballot,
+        version=message.version,
+        clusters=tuple(
+            ClusterOffer(
+                lead=lead,
+                tokens=each.tokens,
+                norms=each.norms,
+                step_seconds=each.step_seconds,
+                pace=each.pace,
+                bandwidth=each.bandwidth,
+                complete=each.complete,
+                leaving=each.leaving,
+                state_root=message.state_root,
+                offers=each.offers,
+                signature=each.signature,
+            )
+            for lead, each in zip(leads, message.clusters, strict=True)
+        ),
+        bounds=message.bounds,
+        reducers=message.reducers,
+        cut_seconds=message.cut_seconds,
+        budget_seconds=message.budget_seconds,
+    )
+
+
+def leads_in(mask: int, roster: Sequence[Member]) -> tuple[Member, ...]:
+    return tuple(member for bit, member in enumerate(sorted(roster)) if mask >> bit & 1)
+
+
+def _mask_of(plan: ClusteredPlan, roster: Sequence[Member]) -> int:
+    leads = {cluster.lead for cluster in plan.clusters}
+    return sum(1 << bit for bit, member in enumerate(sorted(roster)) if member in leads)
+
+
+def outline_of(plan: ClusteredPlan, roster: Sequence[Member]) -> PlanOutline:
+    """The outline of a valid plan."""
+    return PlanOutline(
+        ballot=plan.ballot,
+        version=plan.version,
+        leads=_mask_of(plan, roster),
+        clusters=tuple(cluster_digest(plan.key, cluster) for cluster in plan.clusters),
+        bounds=plan.bounds,
+        reducers=plan.reducers,
+        cut_seconds=plan.cut_seconds,
+        budget_seconds=plan.budget_seconds,
+        median_tokens=median_tokens([cluster.tokens for cluster in plan.clusters]),
+        median_norm=norm_code(median_norm(plan.clusters)),
+    )
+
+
+def clustered_digest(key: RoundKey, outline: PlanOutline) -> bytes:
     """Digest of what is averaged and in which parts, as `plan.plan_digest`."""
-    body = canonical_bytes(replace(plan, ballot=0, version=0, reducers=()))
+    body = canonical_bytes(key) + canonical_bytes(replace(outline, ballot=0, version=0, reducers=()))
     return hashlib.sha256(b"starling clustered plan" + body).digest()
 
 
@@ -296,18 +480,37 @@ def check_clustered_plan(plan: ClusteredPlan, inputs: PlanInputs, roster: Sequen
 
 @dataclass(frozen=True, slots=True)
 class ResolvedClusters:
-    """A valid clustered plan with all that follows from it. Names as in `ResolvedPlan`, with leads as the peers."""
+    """A valid clustered plan with all that follows from it. Names as in `ResolvedPlan`, with leads as the peers.
 
-    plan: ClusteredPlan
+    What only voters know, as they alone reduce and coordinate, is empty elsewhere.
+    """
+
+    plan: ClusteredPlan | PlanOutline  # an outline at other peers than voters
+    outline: PlanOutline
     digest: bytes
     inputs: PlanInputs
     peers: tuple[PeerId, ...]  # the leads, in the order of mask bits and of summation
-    median: int  # `median_tokens` of all members
-    median_norm: float  # `median_norm` of all members
-    member_weights: tuple[tuple[float, ...], ...]  # of each cluster, as in `ResolvedPlan`
-    weights: tuple[float, ...]  # of each cluster with all of its members
-    allowances: tuple[float, ...]  # as in `ResolvedPlan`, of the means of clusters
-    weight_limit: float  # of a cluster in a chunk: that of the median one under a rule, and none otherwise
+    # at voters:
+    offered: tuple[ClusterOffer, ...] = ()
+    member_weights: tuple[tuple[float, ...], ...] = ()  # of each cluster, as in `ResolvedPlan`
+    weights: tuple[float, ...] = ()  # of each cluster with all of its members
+    allowances: tuple[float, ...] = ()  # as in `ResolvedPlan`, of the means of clusters
+    weight_limit: float = math.inf  # of a cluster in a chunk: that of the median one under a rule, none otherwise
+
+    @property
+    def clusters(self) -> tuple[ClusterDigest, ...]:
+        """As the record names them."""
+        return self.outline.clusters
+
+    @property
+    def median(self) -> int:
+        """`median_tokens` of all members."""
+        return self.outline.median_tokens
+
+    @property
+    def median_norm(self) -> float:
+        """`median_norm` of all members."""
+        return coded_norm(self.outline.median_norm)
 
     @property
     def robust(self) -> str:
@@ -319,26 +522,22 @@ class ResolvedClusters:
 
     @property
     def uplinks(self) -> tuple[float, ...]:
-        return tuple(cluster.bandwidth for cluster in self.plan.clusters)
+        return tuple(cluster.bandwidth for cluster in self.offered)
 
     @property
     def lone(self) -> tuple[PeerId, ...]:
         """Leads without associates: they send their work to the reducers themselves."""
-        return tuple(cluster.lead.peer for cluster in self.plan.clusters if cluster.size == 1)
+        return tuple(lead for lead, cluster in zip(self.peers, self.clusters, strict=True) if cluster.size == 1)
 
     @property
     def members(self) -> int:
-        return sum(cluster.size for cluster in self.plan.clusters)
+        return sum(cluster.size for cluster in self.clusters)
 
     def part(self, index: int) -> tuple[int, int]:
         return self.plan.bounds[index], self.plan.bounds[index + 1]
 
     def reducer(self, part: int) -> PeerId:
         return self.peers[self.plan.reducers[part]]
-
-    def digests(self) -> tuple[ClusterDigest, ...]:
-        """The clusters as the record names them."""
-        return tuple(ClusterDigest(cluster.offers, cluster.size) for cluster in self.plan.clusters)
 
     def weight(self, cluster: int, mask: int) -> float:
         """The weight of a cluster in a chunk that holds these of its members."""
@@ -352,7 +551,7 @@ class ResolvedClusters:
         counts = member_masks(members)
         if len(counts) != len(self.peers) or mask >> len(counts):
             raise BadPayload("a reduced chunk of other clusters than the plan's")
-        allowed = member_masks(before) if before else [(1 << each.size) - 1 for each in self.plan.clusters]
+        allowed = member_masks(before) if before else [(1 << each.size) - 1 for each in self.clusters]
         for cluster, (held, may) in enumerate(zip(counts, allowed, strict=True)):
             if held & ~may or (held > 0) != bool(mask >> cluster & 1):
                 raise BadPayload(f"a reduced chunk holds members of cluster {cluster} that are excluded or unknown")
@@ -361,8 +560,11 @@ class ResolvedClusters:
 RoundPlan: TypeAlias = ResolvedPlan | ResolvedClusters
 
 
-def reassign_parts(plan: Plan | ClusteredPlan, reducers: Mapping[int, int], ballot: int) -> Plan | ClusteredPlan:
+def reassign_parts(
+    plan: Plan | ClusteredPlan | PlanOutline, reducers: Mapping[int, int], ballot: int
+) -> Plan | ClusteredPlan:
     """The next version of a plan, in which some parts (part -> index of a member or cluster) get other reducers."""
+    assert not isinstance(plan, PlanOutline), "only voters coordinate"
     version = plan.version + 1 if ballot == plan.ballot else 0
     given = tuple(reducers.get(part, index) for part, index in enumerate(plan.reducers))
     return replace(plan, ballot=ballot, version=version, reducers=given)
@@ -407,27 +609,45 @@ def _shared_median(groups: Sequence[Sequence[int]]) -> int:
     return next(value for (value, _), sum_ in zip(values, reached, strict=True) if 2 * sum_ >= whole * len(groups))
 
 
-def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs) -> ResolvedClusters:
+def resolve_clusters(plan: ClusteredPlan, inputs: PlanInputs, roster: Sequence[Member]) -> ResolvedClusters:
     """Derive what follows from a valid plan. A member counts for at most `PlanInputs.max_weight` times the median
     member of all clusters. By a robust rule no cluster counts for more than the median one: a lead with made-up
     associates would else have half of the weight, and with it the whole result.
     """
-    claims = [cluster.tokens for cluster in plan.clusters]
-    median, spread = median_tokens(claims), inputs.max_weight if inputs.robust == "mean" else 1.0
-    weights = tuple(planning.weights(tokens, spread, median) for tokens in claims)
+    outline, spread = outline_of(plan, roster), inputs.max_weight if inputs.robust == "mean" else 1.0
+    median = outline.median_tokens
+    weights = tuple(planning.weights(cluster.tokens, spread, median) for cluster in plan.clusters)
     whole = tuple(map(math.fsum, weights))
     return ResolvedClusters(
         plan=plan,
-        digest=clustered_digest(plan),
+        outline=outline,
+        digest=clustered_digest(plan.key, outline),
         inputs=inputs,
         peers=tuple(cluster.lead.peer for cluster in plan.clusters),
-        median=median,
-        median_norm=median_norm(plan.clusters),
+        offered=plan.clusters,
         member_weights=weights,
         weights=whole,
         allowances=tuple(_allowance(each, median) for each in weights),
         weight_limit=math.inf if inputs.robust == "mean" else median_low([*filter(None, whole)] or [0.0]),
     )
+
+
+def resolve_outline(outline: PlanOutline, inputs: PlanInputs, roster: Sequence[Member]) -> ResolvedClusters:
+    """Derive what follows from the outline of a plan. Raises BadPayload if no plan of this round has it."""
+    peers, bounds = tuple(member.peer for member in leads_in(outline.leads, roster)), outline.bounds
+    if not peers or outline.leads >> len(roster) or len(peers) != len(outline.clusters):
+        raise BadPayload("the plan's leads are not members of the roster, each with a cluster")
+    if not all(0 < cluster.size <= MAX_CLUSTER for cluster in outline.clusters):
+        raise BadPayload("the plan holds an empty cluster, or one that is too large")
+    cuts = [bound for bound in bounds if bound < inputs.elements]
+    tiles = len(bounds) == len(peers) + 1 and (bounds[0], bounds[-1]) == (0, inputs.elements)
+    if not tiles or list(bounds) != sorted(bounds) or any(cut % inputs.grain for cut in cuts):
+        raise BadPayload("the plan's parts are not those of the vector")
+    if len(outline.reducers) != len(peers) or any(index >= len(peers) for index in outline.reducers):
+        raise BadPayload("the plan's parts are reduced by others than its leads")
+    if outline.budget_seconds < BUDGET_FLOOR_SECONDS:
+        raise BadPayload("the plan's times are too short")
+    return ResolvedClusters(outline, outline, clustered_digest(inputs.key, outline), inputs, peers)
 
 
 def _allowance(weights: Sequence[float], median: int) -> float:
@@ -444,7 +664,7 @@ def resolve_cluster(clusters: ResolvedClusters, index: int, offers: Sequence[Off
     outer, inputs = clusters.plan, clusters.inputs
     sizes = [high - low for low, high in zip(outer.bounds, outer.bounds[1:], strict=False)]
     plan = Plan(
-        key=outer.key,
+        key=inputs.key,
         ballot=outer.ballot,
         version=outer.version,
         offers=tuple(offers),

@@ -14,12 +14,12 @@ from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, BandwidthClaim
 from protocols.allreduce.clustered_plan import (
-    ClusteredPlan,
     ClusterPlan,
     ClusterReady,
     ClusterVersion,
     ContributePartial,
     OfferToLead,
+    PackedPlan,
 )
 from protocols.allreduce.parts import PartFormat
 from protocols.base import (
@@ -43,23 +43,25 @@ from protocols.butterfly.coordinator import RoundCoordinator
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
-from protocols.consensus.messages import MESSAGES, VoteMessage
+from protocols.consensus.messages import MESSAGES, MeanDecided, VoteMessage
 from protocols.registry import ROBUST_RULES, require_known
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint, SessionTable
 from protocols.vectors.codec import codec
 
 CONTROL = "starling/butterfly/control/1"
-PlanMessage = wire.Plan | ClusteredPlan | ClusterPlan | ClusterVersion
-RoundMessage = wire.Ready | Resting | OfferToLead | ClusterReady | PlanMessage | wire.AdmissionRequest | VoteMessage
+PlanMessage = wire.Plan | PackedPlan | ClusterPlan | ClusterVersion
+OfferMessage = wire.Ready | Resting | OfferToLead | ClusterReady
+RoundMessage = OfferMessage | PlanMessage | MeanDecided | wire.AdmissionRequest | VoteMessage
 ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (
     wire.Ready,
     Resting,
     OfferToLead,
     ClusterReady,
     wire.Plan,
-    ClusteredPlan,
+    PackedPlan,
     ClusterPlan,
     ClusterVersion,
+    MeanDecided,
     wire.AdmissionRequest,
     *MESSAGES,
 )

@@ -26,6 +26,7 @@ from protocols.allreduce.clustered_plan import (
     ClusterReady,
     ClusterVersion,
     OfferToLead,
+    PlanOutline,
     ResolvedClusters,
     RoundPlan,
 )
@@ -146,7 +147,7 @@ class RoundStart:
         self._post, self._changed = post, changed
         self._key, self._roster, self._inputs = head.key, head.roster, inputs
         self._has_clusters = endpoint.settings.clusters
-        self.cluster = OwnCluster(self._me, inputs, post, self._verify)
+        self.cluster = OwnCluster(self._me, inputs, head.roster, post, self._verify)
         self._order = coordinators(head.key.lineage, head.roster)
         self._began = loop_time() if since is None else since
         self._offers: dict[PeerId, Offer] = {}
@@ -362,7 +363,7 @@ class RoundStart:
     def leaving(self) -> frozenset[PeerId]:
         resolved = self.resolved
         called: Sequence[Offer] = resolved.plan.offers if isinstance(resolved, ResolvedPlan) else ()
-        leads = resolved.plan.clusters if isinstance(resolved, ResolvedClusters) else ()
+        leads = resolved.offered if isinstance(resolved, ResolvedClusters) else ()
         left = {offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving}
         return frozenset((*left, *(cluster.lead.peer for cluster in leads if cluster.leaving)))
 
@@ -396,7 +397,7 @@ class RoundStart:
         if plan := self.cluster.later():
             self.on_plan(plan)
 
-    def on_plan(self, plan: Plan | ClusteredPlan) -> None:
+    def on_plan(self, plan: Plan | ClusteredPlan | PlanOutline) -> None:
         """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer."""
         known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
@@ -411,7 +412,7 @@ class RoundStart:
             if self.own:
                 self._arm()
 
-    def _checked(self, plan: Plan | ClusteredPlan) -> RoundPlan:
+    def _checked(self, plan: Plan | ClusteredPlan | PlanOutline) -> RoundPlan:
         """What follows from a plan. Raises BadPayload if it breaks a rule."""
         inputs = self._inputs
         if isinstance(plan, Plan):
@@ -419,11 +420,14 @@ class RoundStart:
             return planning.resolve_plan(plan, inputs.robust, inputs.max_weight)
         if not self._has_clusters:
             raise BadPayload("a plan of clusters, which this run has not")
-        clustered_plan.check_clustered_plan(plan, inputs, self._roster, self._verify)
-        whole = clustered_plan.resolve_clusters(plan, inputs)
+        if isinstance(plan, PlanOutline):
+            whole = clustered_plan.resolve_outline(plan, inputs, self._roster)
+        else:
+            clustered_plan.check_clustered_plan(plan, inputs, self._roster, self._verify)
+            whole = clustered_plan.resolve_clusters(plan, inputs, self._roster)
         self.cluster.enter(whole)
         if self._me in self._roster:
-            self.cluster.pass_on(plan, whole.digest)
+            self.cluster.pass_on(whole)
         return whole
 
     def _arm(self) -> None:

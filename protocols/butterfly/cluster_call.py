@@ -20,7 +20,7 @@ from typing import Any
 from protocols.aio import loop_time
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce import plan as planning
-from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterOffer, ClusterReady, OfferToLead
+from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterOffer, ClusterReady, OfferToLead, PlanOutline
 from protocols.base import AveragingResult, BadPayload, Header, LocalProgress, PeerId
 from protocols.butterfly.attaching import Attachment
 from protocols.butterfly.call import GROWTH, Resting, RoundStart, recency
@@ -84,7 +84,7 @@ class ClusteredStart(RoundStart):
         """Associates may be in another cluster of the plan, whose lead they have lost since."""
         return {*self._attachment.followers(), *(member.peer for member in self._attachment.book.associates())}
 
-    def on_plan(self, plan: Plan | ClusteredPlan) -> None:
+    def on_plan(self, plan: Plan | ClusteredPlan | PlanOutline) -> None:
         super().on_plan(plan)
         if len(self.cluster.peers) > 1:
             self._attachment.partners = self.cluster.peers
@@ -271,7 +271,7 @@ class ClusteredStart(RoundStart):
         ready = ClusterReady(self._key, cluster)
         signed = replace(cluster, signature=self._signer.sign(ready.signed()))
         self._clusters[self._me.peer] = signed
-        self.cluster.keep(cluster.offers, offers)
+        self.cluster.keep(signed, offers)
         return replace(ready, offer=signed)
 
     def _stop_looking(self) -> None:

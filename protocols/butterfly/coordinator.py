@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
-from protocols.allreduce.clustered_plan import ClusteredPlan, ResolvedClusters, RoundPlan, reassign_parts
+from protocols.allreduce.clustered_plan import ClusteredPlan, ResolvedClusters, RoundPlan, packed, reassign_parts
 from protocols.allreduce.parts import ReducedPart, part_message
 from protocols.base import Deadline, PeerId
-from protocols.butterfly.round import Round
+from protocols.butterfly.round import Round, mean_record
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.wire import MAX_ROSTER, PartDone, Plan
@@ -91,10 +90,11 @@ class RoundCoordinator:
         )
 
     def _publish(self, plan: Plan | ClusteredPlan) -> None:
-        self._vote.published = plan.ballot
-        for member in self._round.head.roster:
+        self._vote.published, roster = plan.ballot, self._round.head.roster
+        message = packed(plan, roster) if isinstance(plan, ClusteredPlan) else plan
+        for member in roster:
             if member != self._me:
-                self._round.post.send(member.peer, plan)
+                self._round.post.send(member.peer, message)
         self._round.on_plan(plan)
 
     def _until(self, resolved: RoundPlan) -> Deadline:
@@ -269,14 +269,8 @@ class RoundCoordinator:
         clusters = resolved if isinstance(resolved, ResolvedClusters) else None
         dones, senders = [held.done for held in parts if held.done], clusters.lone if clusters else None
         found = planning.complaints(head.key.round, resolved.peers, dones, head.complaints, senders)
-        return replace(
-            records.extend(head, Kind.MEAN, roster, resolved.digest),
-            parts=results,
-            peers=resolved.peers,
-            bounds=resolved.plan.bounds,
-            complaints=tuple(each for each in found if {each.first, each.second} <= known),
-            clusters=clusters.digests() if clusters else (),
-        )
+        complaints = tuple(each for each in found if {each.first, each.second} <= known)
+        return mean_record(head, resolved, results, roster, complaints)
 
     def _skip(self, resolved: RoundPlan | None, doubtful: Sequence[PeerId] = ()) -> Record:
         digest = resolved.digest if resolved else bytes(32)

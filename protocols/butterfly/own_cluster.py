@@ -1,9 +1,9 @@
 """A peer's own cluster in one attempt at a round of clusters: the plan inside it, and how the round's plan gets to it.
 
-The coordinator sends a plan of clusters to the voters. Each lead passes it on to the members of its cluster with the
-offers that are in it, so that they can check all that follows, and later versions without them. So that a repair gets
-to a cluster whose lead is lost, its members name another voter, which tells them of later versions, too. If the lead is
-lost before it has told all of them the plan, those that have it pass it on.
+The coordinator sends a plan of clusters to the voters. Each lead passes its outline on to the members of its cluster
+with their offers, so that they can check what follows from these, and later versions without them. So that a repair
+gets to a cluster whose lead is lost, its members name another voter, which tells them of later versions, too. If the
+lead is lost before it has told all of them the plan, those that have it pass it on.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from operator import or_
 
 from protocols.allreduce import clustered_plan
 from protocols.allreduce.clustered_plan import (
-    ClusteredPlan,
+    ClusterOffer,
     ClusterPlan,
+    ClusterReady,
     ClusterVersion,
     ContributePartial,
+    PlanOutline,
     ResolvedClusters,
     Verify,
 )
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
 from protocols.base import AveragingResult, BadPayload, Contribution, Member, PeerId
-from protocols.consensus.record import Record
+from protocols.consensus.record import ClusterDigest, Record
 from protocols.streams.endpoint import ControlChannel
 from protocols.wire import Contribute, Offer
 
@@ -34,7 +36,9 @@ MAX_KEPT = 32
 
 
 class OwnCluster:
-    def __init__(self, me: Member, inputs: PlanInputs, post: ControlChannel, verify: Verify) -> None:
+    def __init__(
+        self, me: Member, inputs: PlanInputs, roster: Sequence[Member], post: ControlChannel, verify: Verify
+    ) -> None:
         self.whole: ResolvedClusters | None = None  # the latest plan of clusters
         self.index = 0  # of this peer's cluster in it
         self.members: ResolvedPlan | None = None  # the plan inside this cluster; None if this peer is in none
@@ -42,17 +46,18 @@ class OwnCluster:
         self._second = 0  # its index
         self.standby: Callable[[], Collection[PeerId]] = tuple  # besides the lead, a member takes versions from these
         self.followers: Callable[[], Collection[PeerId]] = tuple  # this voter tells them of later versions, too
-        self._me, self._inputs, self._post, self._verify = me, inputs, post, verify
-        self._offers: dict[bytes, tuple[Offer, ...]] = {}
+        self._me, self._inputs, self._roster, self._post, self._verify = me, inputs, roster, post, verify
+        self._offers: dict[ClusterDigest, tuple[ClusterOffer, tuple[Offer, ...]]] = {}
+        self._cluster: ClusterOffer | None = None  # this peer's, in the latest plan
         self._passed_on = b""
         self._repair: ClusterVersion | None = None
         self._told: set[PeerId] = set()  # of followers, about the repair
         self._version: ClusterVersion | None = None  # heard of last
         self._shared: set[PeerId] = set()  # mates to which this peer has passed the plan on
 
-    def keep(self, digest: bytes, offers: Sequence[Offer]) -> None:
-        """Keep the checked offers that a cluster's offer names by this digest. This peer's own one is among them."""
-        self._offers[digest] = tuple(offers)
+    def keep(self, cluster: ClusterOffer, offers: Sequence[Offer]) -> None:
+        """Keep the checked offers of a cluster's members. This peer's own one is among them."""
+        self._offers[clustered_plan.cluster_digest(self._inputs.key, cluster)] = cluster, tuple(offers)
         while len(self._offers) > MAX_KEPT:
             del self._offers[next(iter(self._offers))]
 
@@ -61,12 +66,12 @@ class OwnCluster:
         before, self.whole = self.whole, whole
         if before and before.digest == whole.digest and self.members:
             return
-        offered = [cluster.offers for cluster in whole.plan.clusters]
-        known = next((digest for digest in self._offers if digest in offered), None)
+        known = next((digest for digest in self._offers if digest in whole.clusters), None)
         self.members = None
         if known is not None:
-            self.index = offered.index(known)
-            self.members = clustered_plan.resolve_cluster(whole, self.index, self._offers[known])
+            self.index = whole.clusters.index(known)
+            self._cluster, offers = self._offers[known]
+            self.members = clustered_plan.resolve_cluster(whole, self.index, offers)
 
     @property
     def lead(self) -> PeerId:
@@ -82,20 +87,33 @@ class OwnCluster:
     def peers(self) -> tuple[PeerId, ...]:
         return self.members.peers if self.members else ()
 
+    def mates(self, plan: bytes) -> Sequence[PeerId]:
+        """The other members of this peer's cluster in the plan with this digest."""
+        here = self.peers if self.whole and self.whole.digest == plan else ()
+        return [peer for peer in here if peer != self._me.peer]
+
     # -- at a lead ----------------------------------------------------------------------------------------------------
 
-    def pass_on(self, plan: ClusteredPlan, digest: bytes) -> None:
+    def pass_on(self, whole: ResolvedClusters) -> None:
         """Send the members of the cluster a plan, or a later version of it. Followers know the first one already."""
-        version = ClusterVersion(plan.key, digest, plan.ballot, plan.version, plan.reducers)
+        key, plan, digest = self._inputs.key, whole.plan, whole.digest
+        version = ClusterVersion(key, digest, plan.ballot, plan.version, plan.reducers)
         first, self._passed_on = self._passed_on != digest, digest
-        if self.members:
-            told = ClusterPlan(plan.key, plan, self.members.plan.offers) if first else version
-            for peer in self.peers:
-                if peer != self._me.peer:
-                    self._post.send(peer, told)
+        mates = self.mates(digest)
+        if first:
+            self._tell_plan(mates)
+        for peer in () if first else mates:
+            self._post.send(peer, version)
         if (plan.ballot, plan.version) != (0, 0):
             self._repair, self._told = version, {*self.peers}
             self.tell_followers()
+
+    def _tell_plan(self, mates: Sequence[PeerId]) -> None:
+        if self.whole and self.members and self._cluster:
+            offers = clustered_plan.member_offers(self.members.plan.offers)
+            told = ClusterPlan(self._inputs.key, self.whole.outline, self._cluster, offers)
+            for peer in mates:
+                self._post.send(peer, told)
 
     def tell_followers(self) -> None:
         """Tell followers of the latest repair, each once. A member follows another voter once it has lost its lead."""
@@ -106,32 +124,36 @@ class OwnCluster:
 
     # -- at its members -----------------------------------------------------------------------------------------------
 
-    def take(self, peer: PeerId, message: ClusterPlan) -> ClusteredPlan:
+    def take(self, peer: PeerId, message: ClusterPlan) -> PlanOutline:
         """Take the offers of this peer's cluster from a member of it. Returns the plan; the rest of it is not checked.
 
         Raises BadPayload if they are not those of the cluster.
         """
-        cluster = next((each for each in message.plan.clusters if each.lead.peer == message.lead), None)
-        members = [offer.member for offer in message.offers]
-        if cluster is None or self._me not in members or all(member.peer != peer for member in members):
+        plan, cluster, key = message.plan, message.cluster, self._inputs.key
+        leads, members = clustered_plan.leads_in(plan.leads, self._roster), [each.member for each in message.offers]
+        led = dict(zip(leads, plan.clusters, strict=False)).get(cluster.lead)
+        if led is None or self._me not in members or all(member.peer != peer for member in members):
             raise BadPayload("a plan for a cluster that is not in it, or in which its sender or this peer is not")
-        if cluster.offers in self._offers:
-            return message.plan
-        clustered_plan.check_offers(self._inputs, cluster, message.offers, self._verify)
-        if self.whole and self.members and self.whole.digest == clustered_plan.clustered_digest(message.plan):
-            self._second = message.plan.clusters.index(cluster)
-            self.second = clustered_plan.resolve_cluster(self.whole, self._second, message.offers)
+        if led != clustered_plan.cluster_digest(key, cluster):
+            raise BadPayload("a plan that holds another offer of the cluster")
+        if led in self._offers:
+            return plan
+        if not self._verify(message.lead, ClusterReady(key, cluster).signed(), cluster.signature):
+            raise BadPayload(f"a forged offer of the cluster of {message.lead}")
+        offers = clustered_plan.whole_offers(cluster, message.offers)
+        clustered_plan.check_offers(self._inputs, cluster, offers, self._verify)
+        if self.whole and self.members and self.whole.digest == clustered_plan.clustered_digest(key, plan):
+            self._second = plan.clusters.index(led)
+            self.second = clustered_plan.resolve_cluster(self.whole, self._second, offers)
         else:
-            self.keep(cluster.offers, message.offers)
-        return message.plan
+            self.keep(cluster, offers)
+        return plan
 
     def share(self, told: Collection[PeerId]) -> None:
         """Pass the plan on to members that may lack it, because the lead is lost: all but those that were `told`."""
-        for peer in self.peers if self.whole else ():
-            if peer not in (self._me.peer, self.lead, *told, *self._shared):
-                assert self.whole and self.members
-                self._shared.add(peer)
-                self._post.send(peer, ClusterPlan(self.whole.plan.key, self.whole.plan, self.members.plan.offers))
+        lacking = {*self.peers} - {self._me.peer, self.lead, *told, *self._shared}
+        self._shared |= lacking
+        self._tell_plan(sorted(lacking))
 
     def hear(self, peer: PeerId, version: ClusterVersion) -> None:
         """Note a version of the plan, which itself may yet come. Ignored if that voter neither leads this peer's
@@ -140,12 +162,12 @@ class OwnCluster:
         if peer in (self.lead, *self.standby()):
             self._version = version
 
-    def later(self) -> ClusteredPlan | None:
+    def later(self) -> PlanOutline | None:
         """The version of the plan that was heard of last; None if it is of another plan, or if this peer has none."""
         whole, version = self.whole, self._version
         if version is None or whole is None or self.members is None or whole.digest != version.plan:
             return None
-        return replace(whole.plan, ballot=version.ballot, version=version.version, reducers=version.reducers)
+        return replace(whole.outline, ballot=version.ballot, version=version.version, reducers=version.reducers)
 
     # -- in the data phase, and after it ------------------------------------------------------------------------------
 
@@ -173,7 +195,13 @@ class OwnCluster:
                 yield (
                     whole.reducer(part),
                     ContributePartial(
-                        second.plan.key, second.digest, part, codec, self._second, second.plan.offers, False
+                        second.plan.key,
+                        second.digest,
+                        part,
+                        codec,
+                        self._second,
+                        clustered_plan.member_offers(second.plan.offers),
+                        False,
                     ),
                 )
 

@@ -15,6 +15,7 @@ from functools import partial
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
+from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import DATA, AllReduce
 from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
 from protocols.allreduce.clustered_plan import (
@@ -24,8 +25,10 @@ from protocols.allreduce.clustered_plan import (
     ClusterVersion,
     ContributePartial,
     OfferToLead,
+    PackedPlan,
     ResolvedClusters,
     RoundPlan,
+    unpacked,
 )
 from protocols.allreduce.parts import DataPhase, PartFormat, ReducedPart
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
@@ -35,6 +38,7 @@ from protocols.base import (
     Deadline,
     Head,
     Header,
+    LinkFault,
     LocalProgress,
     Member,
     Outcome,
@@ -54,15 +58,18 @@ from protocols.butterfly.missing_parts import MissingParts
 from protocols.butterfly.next_roster import NextRoster
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
-from protocols.consensus.messages import StartBallot, VoteMessage
+from protocols.consensus.messages import Certificate, MeanDecided, StartBallot, VoteMessage
+from protocols.consensus.record import Kind, Record
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.vectors.coding import Codec
 from protocols.vectors.views import VectorView
-from protocols.wire import MAX_ROSTER
+from protocols.wire import MAX_ROSTER, PartDigest
 
 WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
 VOTE_SECONDS = 0.5  # after the data phase until an associate asks another voter than its lead what was decided
-ASK_SECONDS = 0.25  # time for a peer in the next round to send this round's certificate, before another one is asked
+ASK_SECONDS = 0.25
+"""Time for a peer in the next round to send this round's certificate, before another one is asked. Time without data
+until an associate that was told the votes for a mean, and does not hold that, asks for the record."""
 
 
 class Round:
@@ -131,7 +138,8 @@ class Round:
         )
         call = self.call  # the vote outlives this object
         vote.begin_attempt(head, self.changed, lambda: call.resolved)
-        vote.to_tell = call.to_tell
+        vote.to_tell, vote.mates = call.to_tell, call.cluster.mates
+        self._told: tuple[bytes, Certificate] | None = None  # digest of a record, and votes for it
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -311,6 +319,7 @@ class Round:
             group.create_task(self._decline())
             if not vote.votes:
                 group.create_task(self._ask_unless_told())
+                group.create_task(self._conclude_when_told())
             if not (vote.votes or vote.forks_only):
                 return
             vote.start()
@@ -365,6 +374,24 @@ class Round:
             await self.until(self.over, min(due for due in dues if due > now))
         if not self.over():
             self._ask_admission()
+
+    async def _conclude_when_told(self) -> None:
+        """Take the votes that the lead sends, for the record of the mean that this peer holds.
+
+        It may hold the mean only later than a majority of the voters. While no more data comes, or if the record
+        changes the roster or complaints, it asks the lead for the record.
+        """
+        while await self.until(lambda: self._told is not None or self.over()) and self._told:
+            (digest, votes), self._told = self._told, None
+            while (record := self._expected_record()) is None and not self.over() and loop_time() < self._moves_until():
+                await self.until(lambda: self.over() or self._expected_record() is not None, self._moves_until())
+            if record is not None and records.lineage(record) == digest:
+                self.vote.receive(votes.sender.peer, replace(votes, record=record))
+            elif not self.over():
+                self._request_admission(votes.sender.peer)
+
+    def _moves_until(self) -> Deadline:
+        return min(self.deadline, self.exchange.moved + ASK_SECONDS) if self.exchange else 0.0
 
     def _lead_due(self) -> Deadline:
         """When an associate expects the certificate from its lead: the vote takes a part of the time of the data.
@@ -446,8 +473,10 @@ class Round:
         if self.me not in self.head.roster and self.cluster.lead not in self.live_peers():
             self.cluster.share(self.vote.heard)
 
-    def _on_lead(self, peer: PeerId, message: ClusterPlan | ClusterVersion) -> None:
-        if isinstance(message, ClusterPlan) and peer != message.lead:
+    def _on_lead(self, peer: PeerId, message: ClusterPlan | ClusterVersion | MeanDecided) -> None:
+        if isinstance(message, MeanDecided):
+            self._on_mean_decided(peer, message)
+        elif isinstance(message, ClusterPlan) and peer != message.lead:
             self._take_from_mate(peer, message)
         else:
             self.call.on_lead(peer, message)
@@ -470,13 +499,13 @@ class Round:
                 self.call.on_resting(peer, message)
             case OfferToLead() | ClusterReady():
                 self._on_cluster_offer(peer, message)
-            case wire.Plan(_, ballot) | ClusteredPlan(_, ballot):
+            case wire.Plan(_, ballot) | PackedPlan(_, ballot):
                 if peer != self.vote.tally.coordinator(ballot):
                     raise BadPayload(f"a plan of {peer}, which does not coordinate ballot {ballot}")
                 if ballot == self.vote.paxos.promised:
-                    self.on_plan(message)
+                    self.on_plan(message if isinstance(message, wire.Plan) else unpacked(message, self.head.roster))
                 self.vote.leaving |= self.call.leaving()
-            case ClusterPlan() | ClusterVersion():
+            case ClusterPlan() | ClusterVersion() | MeanDecided():
                 self._on_lead(peer, message)
             case wire.AdmissionRequest(_, member, root):
                 self._on_admission_request(peer, member, root)
@@ -495,6 +524,23 @@ class Round:
         self.vote.leaving |= self.call.leaving()
         if self.vote.certificate and isinstance(message, OfferToLead):  # it has another lead now, and was not told
             self.post.send(peer, self.vote.certificate)
+
+    def _on_mean_decided(self, peer: PeerId, message: MeanDecided) -> None:
+        sender = next((member for member in self.head.roster if member.peer == peer), None)
+        if sender is None or self.me in self.head.roster:
+            raise BadPayload("votes from a peer that is not a voter, or sent to one")
+        self._told = message.digest, self.vote.tally.whole(message, sender)
+        self.changed.notify()
+
+    def _expected_record(self) -> bytes | None:
+        """The record of the mean that this peer holds, if nothing else changes by it."""
+        resolved, head = self.call.resolved, self.head
+        exchange = self.exchange_of(resolved.digest) if resolved else None
+        if resolved is None or exchange is None or not exchange.complete:
+            return None
+        results = tuple(part.result for _, part in sorted(exchange.parts.items()) if part.result)
+        complaints = planning.complaints(head.key.round, (), (), head.complaints)
+        return records.encode(mean_record(head, resolved, results, head.roster, complaints))
 
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:
@@ -541,6 +587,24 @@ class Round:
 
     def live_peers(self) -> set[PeerId]:
         return {member.peer for member in self.host.members.live()}
+
+
+def mean_record(
+    head: Head,
+    resolved: RoundPlan,
+    parts: tuple[PartDigest, ...],
+    roster: Sequence[Member],
+    complaints: tuple[LinkFault, ...],
+) -> Record:
+    """The record of the mean of a plan."""
+    return replace(
+        records.extend(head, Kind.MEAN, roster, resolved.digest),
+        parts=parts,
+        peers=resolved.peers,
+        bounds=resolved.plan.bounds,
+        complaints=complaints,
+        clusters=resolved.clusters if isinstance(resolved, ResolvedClusters) else (),
+    )
 
 
 def _inputs_of(head: Head, settings: Settings, codec: Codec) -> PlanInputs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce.clustered_plan import MAX_CLUSTER, ResolvedClusters, RoundPlan
@@ -108,6 +108,7 @@ class RoundVote:
         self.resting = RestingMembers()
         self.observers: dict[PeerId, Member] = {}  # they wait for the decision without being in the roster
         self.to_tell: Callable[[], Iterable[PeerId]] = tuple  # other peers to which this member sends the certificate
+        self.mates: Callable[[bytes], Collection[PeerId]] = lambda plan: ()  # those of them that know this plan
         self.phase_seconds = 0.0  # expected length of the data phase
         self._me, self._settings, self._post, self._accounting = me, settings, post, endpoint.accounting
         self._part_cache, self._on_rival = part_cache, on_rival
@@ -219,7 +220,7 @@ class RoundVote:
         if not all(0 < size <= MAX_CLUSTER for size in sizes):
             raise BadPayload("a proposal of an empty cluster, or of one that is too large")
         if plan and plan.digest == record.plan:
-            due = (plan.peers, plan.digests()) if isinstance(plan, ResolvedClusters) else (record.peers, ())
+            due = (plan.peers, plan.clusters) if isinstance(plan, ResolvedClusters) else (record.peers, ())
             if due != (record.peers, clusters):
                 raise BadPayload("a proposal of other clusters than those of the plan")
 
@@ -300,8 +301,11 @@ class RoundVote:
     def _inform_observers(self, certificate: Certificate) -> None:
         admitted = self.decided.roster if self.decided else ()  # the vote itself informs these
         observers = [peer for peer, member in self.observers.items() if member not in admitted]
+        record = self.decided
+        mates = {*self.mates(record.plan)} if record and record.kind == Kind.MEAN else set()
         for peer in dict.fromkeys((*observers, *sorted(self.to_tell()))):
-            self._post.send(peer, certificate)
+            knows = peer in mates and peer not in observers
+            self._post.send(peer, self.tally.abridged(certificate) if knows else certificate)
 
     def _inform_late(self, certificate: Certificate) -> None:
         """Send the certificate to members that stay and have not voted, if this is one of the members that do so."""

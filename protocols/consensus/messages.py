@@ -87,6 +87,17 @@ class Certificate(VoteMessage):
     votes: tuple[Signed, ...] = list_of(one(Signed), MAX_ROSTER)
 
 
+@dataclass(frozen=True, slots=True)
+class MeanDecided(Header):
+    """A `Certificate` for a peer that holds the mean and its plan: it can make the record with this digest itself."""
+
+    key: RoundKey = one(RoundKey)
+    ballot: int = uint(MAX_BALLOT)
+    digest: bytes = digest()
+    voters: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each member of the roster
+    signatures: tuple[bytes, ...] = list_of(blob(128), MAX_ROSTER)  # of the voters, in the same order
+
+
 MESSAGES: tuple[type[VoteMessage], ...] = (
     StartBallot,
     Prepare,
@@ -98,6 +109,7 @@ MESSAGES: tuple[type[VoteMessage], ...] = (
     Certificate,
 )
 register(16, MESSAGES)
+register(229, (MeanDecided,))
 
 
 @dataclass(frozen=True, slots=True)

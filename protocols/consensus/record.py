@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClusterDigest:
-    """The offers of a cluster, and how many they are (`protocols.allreduce.clustered_plan`)."""
+    """The offer of a cluster, and the number of its members (`protocols.allreduce.clustered_plan`)."""
 
     digest: bytes = digest()
     size: int = uint(MAX_ROSTER)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from protocols.base import BadPayload, Member, PeerId, RoundKey, Signer
 from protocols.consensus import record as records
-from protocols.consensus.messages import Certificate, Signed
+from protocols.consensus.messages import Certificate, MeanDecided, Signed
 from protocols.consensus.record import Kind, Record
 from protocols.wire import MAX_ROSTER, canonical_bytes
 
@@ -222,6 +222,25 @@ class VoteTally:
         votes = sorted(self._votes.get((value.ballot, value.digest), {}).items())
         signed = tuple(Signed(*vote) for vote in votes if vote[0] in entitled)
         return Certificate(self.key, sender, value.ballot, value.data, signed)
+
+    def abridged(self, certificate: Certificate) -> MeanDecided:
+        """A certificate of members' votes, without the record and their names."""
+        by_voter = {vote.voter: vote.signature for vote in certificate.votes}
+        return MeanDecided(
+            key=certificate.key,
+            ballot=certificate.ballot,
+            digest=records.lineage(certificate.record),
+            voters=sum(1 << bit for bit, member in enumerate(self.roster) if member in by_voter),
+            signatures=tuple(by_voter[member] for member in self.roster if member in by_voter),
+        )
+
+    def whole(self, message: MeanDecided, sender: Member) -> Certificate:
+        """What was `abridged`, without the record. Raises BadPayload if it has not one vote of each member it names."""
+        voters = [member for bit, member in enumerate(self.roster) if message.voters >> bit & 1]
+        if len(voters) != len(message.signatures) or message.voters >> len(self.roster):
+            raise BadPayload("votes of others than the members, or not one of each")
+        votes = tuple(map(Signed, voters, message.signatures))
+        return Certificate(self.key, sender, message.ballot, b"", votes)
 
     def entitled(self, value: Value) -> tuple[Member, ...]:
         return value.record.roster if value.is_fork else self.roster

@@ -117,7 +117,8 @@ class ClusteredSwarm(SimSwarm):
             signature = SimSigner(made.lead.peer, self.seed).sign(ClusterReady(KEY, made).signed())
             self.offered.append(replace(made, signature=signature))
         plan = clustered.make_clustered_plan(inputs, self.offered, 5.0)
-        self.versions.append(clustered.resolve_clusters(plan, inputs))
+        self.roster = [each.lead for each in self.offered]
+        self.versions.append(clustered.resolve_clusters(plan, inputs, self.roster))
         self.inner = [clustered.resolve_cluster(self.versions[0], g, each) for g, each in enumerate(self.offers)]
         return plan
 
@@ -127,11 +128,10 @@ class ClusteredSwarm(SimSwarm):
     def begin(self) -> None:
         """Let all peers begin the data phase."""
         plan = self.offer()
-        roster = [each.lead for each in self.offered]
-        clustered.check_clustered_plan(plan, self.inputs(), roster, SimSigner("", self.seed).verify)
+        clustered.check_clustered_plan(plan, self.inputs(), self.roster, SimSigner("", self.seed).verify)
         for g, names in enumerate(self.clusters):
             for name in names:
-                self._join(name, g, self.versions[0])
+                self._join(name, g, self._as_known_to(name))
 
     def _join(self, name: PeerId, cluster: int, whole: ResolvedClusters) -> None:
         host = self.join(name, self.slow.get(name))
@@ -193,13 +193,23 @@ class ClusteredSwarm(SimSwarm):
             self.reassign(given)
 
     def reassign(self, reducers: tuple[int, ...]) -> None:
-        whole = self.versions[-1]
-        self.versions.append(
-            replace(whole, plan=replace(whole.plan, version=whole.plan.version + 1, reducers=reducers))
-        )
+        plan = replace(self.plan, version=self.plan.version + 1, reducers=reducers)
+        self.versions.append(clustered.resolve_clusters(plan, self.inputs(), self.roster))
         for name, peer in self.peers.items():
             if self.alive(name):
-                peer.exchange.assign(self.versions[-1])
+                peer.exchange.assign(self._as_known_to(name))
+
+    @property
+    def plan(self) -> ClusteredPlan:
+        """The latest version, as voters have it."""
+        plan = self.versions[-1].plan
+        assert isinstance(plan, ClusteredPlan)
+        return plan
+
+    def _as_known_to(self, name: PeerId) -> ResolvedClusters:
+        """The latest version: members of clusters have its outline."""
+        whole = self.versions[-1]
+        return whole if name in whole.peers else clustered.resolve_outline(whole.outline, self.inputs(), self.roster)
 
     def alive(self, name: PeerId) -> bool:
         return self.network.nodes[name].process.alive

@@ -74,7 +74,7 @@ class VotingClusters(ClusteredSwarm):
     def _lead(self, session: Round, cluster: int) -> None:
         mine = self.voters[cluster]
         followed = [each for each in self.clusters if self.standby[each[0]] == mine]
-        session.cluster.keep(self.offered[cluster].offers, self.offers[cluster])
+        session.cluster.keep(self.offered[cluster], self.offers[cluster])
         session.cluster.followers = lambda: [peer for each in followed for peer in each[1:]]
 
         def draw(ballot: int, without: Sequence[PeerId]) -> ClusteredPlan:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import struct
 import typing
 from collections.abc import Callable
 from functools import partial
@@ -44,10 +45,15 @@ NESTED = [{}, [[[[[]]]]], msgpack.ExtType(5, b""), msgpack.ExtType(5, b"x" * 40)
 
 def accepted(spec: wire.Spec, value: Any) -> bool:
     try:
-        spec.unpack(value)
-    except BadPayload:
+        spec.unpack(_packed(spec, value))
+    except (BadPayload, struct.error):
         return False
     return True
+
+
+def _packed(spec: wire.Spec, value: Any) -> Any:
+    """A list of integers that is packed into bytes; other values as they are."""
+    return spec.pack(value) if spec.what.endswith("little-endian") and isinstance(value, list) else value
 
 
 def packs(spec: wire.Spec, value: Any) -> bool:

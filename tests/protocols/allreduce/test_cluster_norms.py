@@ -37,7 +37,8 @@ def declaring(norms: Sequence[Sequence[float]], tokens: int = 100) -> tuple[Reso
         for g, group in enumerate(norms)
     ]
     made = [clustered.make_cluster_offer(INPUTS, each[0].member, each, True) for each in offers]
-    whole = clustered.resolve_clusters(clustered.make_clustered_plan(INPUTS, made, 5.0), INPUTS)
+    plan = clustered.make_clustered_plan(INPUTS, made, 5.0)
+    whole = clustered.resolve_clusters(plan, INPUTS, [each.lead for each in made])
     return whole, [clustered.resolve_cluster(whole, g, each) for g, each in enumerate(offers)]
 
 
@@ -77,8 +78,8 @@ def test_less_than_half_of_the_clusters_move_no_median(honest: list[list[float]]
 
 def test_norms_of_members_without_work_or_norm_are_no_median() -> None:
     whole, _ = declaring([[2.0], [0.0, 2.0]])
-    idle = replace(whole.plan.clusters[1], tokens=(0, 0), norms=(9, 9))
-    assert clustered.median_norm([whole.plan.clusters[0], idle]) == whole.median_norm == 2.0
+    idle = replace(whole.offered[1], tokens=(0, 0), norms=(9, 9))
+    assert clustered.median_norm([whole.offered[0], idle]) == whole.median_norm == 2.0
     assert declaring([[0.0], [0.0, 0.0]])[0].median_norm == 0.0 and clustered.median_norm([idle]) == 0.0
     assert declaring([[0.0], [0.0, 0.0]])[1][1].factors == (1.0, 1.0)
 

@@ -44,7 +44,7 @@ def aggregated(name: str, swarm: ClusteredSwarm, rows: Sequence[torch.Tensor]) -
 
 
 def full_weight(whole: ResolvedClusters, cluster: int) -> float:
-    return whole.weight(cluster, (1 << whole.plan.clusters[cluster].size) - 1)
+    return whole.weight(cluster, (1 << whole.clusters[cluster].size) - 1)
 
 
 # -- what they withstand ----------------------------------------------------------------------------------------------

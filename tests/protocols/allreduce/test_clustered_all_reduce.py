@@ -14,7 +14,7 @@ import torch
 
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.all_reduce import DATA
-from protocols.allreduce.clustered_plan import ContributePartial
+from protocols.allreduce.clustered_plan import ContributePartial, member_offers
 from protocols.base import Buffer, Header, PeerError
 from protocols.streams.framing import FramedStream
 from protocols.vectors.robust import RobustAggregator
@@ -139,7 +139,7 @@ async def test_reducer_that_is_taken_for_lost_lets_go_of_its_part(swarm: Cluster
 async def test_opening_of_a_stranger_is_refused(swarm: ClusteredSwarm) -> None:
     """Neither another cluster's members nor made-up offers, parts, clusters or codecs are served."""
     swarm.begin()
-    plan, offers = swarm.inner[1].digest, swarm.inner[1].plan.offers
+    plan, offers = swarm.inner[1].digest, member_offers(swarm.inner[1].plan.offers)
     honest = ContributePartial(KEY, plan, 0, "fp32", 1, offers, False)
     not_the_aggregator = next(name for name in swarm.clusters[1] if name != swarm.inner[1].reducer(0))
     openings: list[tuple[str, Header]] = [
@@ -284,9 +284,9 @@ def inflated(stream: FramedStream, header: Header, payload: Buffer) -> tuple[Hea
 
 
 def invented(stream: FramedStream, header: Header, payload: Buffer) -> tuple[Header, Buffer]:
-    """An aggregator that gives a member more tokens than it offered."""
+    """An aggregator that gives a member a larger norm than it declared."""
     if isinstance(header, ContributePartial):
-        first = replace(header.offers[0], tokens=header.offers[0].tokens * 2)
+        first = replace(header.offers[0], norm=header.offers[0].norm * 2)
         return replace(header, offers=(first, *header.offers[1:])), payload
     return header, payload
 

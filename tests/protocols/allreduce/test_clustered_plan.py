@@ -63,7 +63,7 @@ def cluster(offers: Sequence[Offer], inputs: PlanInputs = INPUTS) -> ClusterOffe
 def resolved(*sizes: int, **claims: Any) -> tuple[ResolvedClusters, list[tuple[Offer, ...]]]:
     offers = [members_of(f"v{index:02}", size, **claims) for index, size in enumerate(sizes)]
     plan = clustered.make_clustered_plan(INPUTS, [cluster(each) for each in offers], 5.0)
-    return clustered.resolve_clusters(plan, INPUTS), offers
+    return clustered.resolve_clusters(plan, INPUTS, [each.lead for each in plan.clusters]), offers
 
 
 # -- offers -----------------------------------------------------------------------------------------------------------
@@ -115,6 +115,7 @@ def test_digest_of_offers_covers_each_of_them_and_the_lead() -> None:
 
 def test_plan_that_does_not_follow_from_its_clusters_is_refused() -> None:
     plan = resolved(4, 1, 7)[0].plan
+    assert isinstance(plan, ClusteredPlan)
     roster = [each.lead for each in plan.clusters]
     clustered.check_clustered_plan(plan, INPUTS, roster, verify)
     moved = replace(plan, version=1, reducers=(0, 0, 2))  # a repair
@@ -139,6 +140,15 @@ def test_plan_that_does_not_follow_from_its_clusters_is_refused() -> None:
         clustered.check_clustered_plan(plan, INPUTS, roster[1:], verify)
 
 
+def test_outline_has_the_hash_of_its_plan_and_parts_that_the_codec_can_cut() -> None:
+    whole, _ = resolved(4, 1)
+    roster = [each.lead for each in whole.offered]
+    known = clustered.resolve_outline(whole.outline, INPUTS, roster)
+    assert (known.digest, known.peers, known.lone) == (whole.digest, whole.peers, whole.lone)
+    with pytest.raises(BadPayload, match="parts are not those"):
+        clustered.resolve_outline(whole.outline, replace(INPUTS, grain=7), roster)
+
+
 def test_slowest_tenth_does_not_set_the_times() -> None:
     """A thousand peers would always wait for one that claims a sixteenth of the median."""
     calm = resolved(*[31] * 8)[0].plan
@@ -157,8 +167,14 @@ def test_largest_messages_fit_their_headers() -> None:
     )
     key = replace(KEY, lineage=b"l" * 32, round=1 << 40, scope="s" * 64)
     plan = ClusteredPlan(key, 0, 0, (lead,) * 32, (1 << 48,) * 33, tuple(range(32)), 1.0, 1.0)
-    assert len(encode(ClusterPlan(key, plan, (many,) * 32))) < 30_000 < MAX_HEADER_BYTES
-    assert len(encode(ContributePartial(key, ROOT, 1, "int8", 1, (many,) * 32, False))) < 10_000
+    roster = tuple(Member(f"{peer[:-2]}{number:02}", 1 << 40) for number in range(32))
+    plan = replace(plan, clusters=tuple(replace(lead, lead=each) for each in roster))
+    outline, message = clustered.outline_of(plan, roster), clustered.packed(plan, roster)
+    assert clustered.unpacked(message, roster) == plan
+    offers = clustered.member_offers((many,) * 32)
+    assert len(encode(message)) < 17_000 < MAX_HEADER_BYTES
+    assert len(encode(ClusterPlan(key, outline, lead, offers))) < 8_000, "a lead sends it to 31 associates in turn"
+    assert len(encode(ContributePartial(key, ROOT, 1, "int8", 1, offers, False))) < 6_000
     assert len(encode(Reduced(1 << 32, (1 << 32) - 1, 1 << 32, b"\xff" * 4 * MAX_ROSTER))) <= HEADER_LIMIT
 
 
@@ -174,7 +190,7 @@ def claiming(tokens: Sequence[Sequence[int]], inputs: PlanInputs = INPUTS) -> tu
         for g, each in enumerate(tokens)
     ]
     plan = clustered.make_clustered_plan(inputs, [cluster(each, inputs) for each in offers], 5.0)
-    whole = clustered.resolve_clusters(plan, inputs)
+    whole = clustered.resolve_clusters(plan, inputs, [each.lead for each in plan.clusters])
     return whole, [clustered.resolve_cluster(whole, g, each) for g, each in enumerate(offers)]
 
 

@@ -373,7 +373,7 @@ async def test_associate_that_comes_after_a_repair_is_told_of_it_once(peers: Hos
     assert isinstance(call.resolved, ResolvedClusters)
     vars(call._post).update(send=lambda peer, message: sent.append((peer, message)))
     plan = call.resolved.plan
-    call.cluster.pass_on(replace(plan, version=plan.version + 1), call.resolved.digest)
+    call.cluster.pass_on(replace(call.resolved, plan=replace(plan, version=plan.version + 1)))
     sent.clear()
     attachment = peers.averagers[voter]._attachment
     assert attachment and "a0" not in call.cluster.peers

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 
+from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.clustered_all_reduce import UNTOLD_SECONDS
 from protocols.allreduce.clustered_plan import ClusterPlan
@@ -53,7 +54,7 @@ async def test_repair_gets_to_associates_that_have_a_new_lead(peers: Long) -> No
     peers.network.kill(lost)
     killed = peers.now
     await peers.until(3)
-    assert vote.paxos.ballot > 0 and moved and {peers.lead(name) for name in moved} <= {*peers.voters} - {lost}
+    assert vote.paxos.ballot > 0 and moved and lost not in {peers.lead(name) for name in moved}
     assert peers.now - killed < CALM_SECONDS
     parts = [peers.results[name][3].contributions[name] for name in sorted(moved)]
     assert all(each.chunks_counted == each.chunks for each in parts)
@@ -97,9 +98,11 @@ async def test_plan_told_to_some_only_gets_to_the_others(peers: CallingClusters,
     if early:
         knows = peers.rounds[told].cluster
         assert knows.whole and knows.members
-        plan = knows.whole.plan
+        plan, offers = knows.whole.outline, clustered.member_offers(knows.members.plan.offers)
+        cluster, key = knows._cluster, knows.members.plan.key
+        assert cluster
         for name in others:
-            peers.rounds[name].take(told, ClusterPlan(plan.key, plan, knows.members.plan.offers))
+            peers.rounds[name].take(told, ClusterPlan(key, plan, cluster, offers))
             assert peers.rounds[name].call.resolved is None, "its lead may yet tell it another"
         vars(knows).update(share=lambda told: None)
     peers.network.kill(lost)
@@ -184,13 +187,14 @@ class LateLead(CallingClusters):
         return super().host_on(transport)
 
 
-@simulated(LateLead, 4, 12)
+@simulated(LateLead, 4, 20)
 async def test_late_lead_keeps_associates_whose_work_counts(peers: LateLead) -> None:
     await peers.until(2)
     mine = {name for name in peers.associates if peers.lead(name) == "v1"}
     last = 3 + UNCOUNTED_ROUNDS
     await peers.until(last)
-    assert mine and all("v1" not in peers.counted(round) >= mine for round in range(3, last + 1))
+    assert len(mine) >= 4, "else an aggregator waits for the lead: three quarters of three are three"
+    assert all("v1" not in peers.counted(round) >= mine for round in range(3, last + 1))
     assert {name for name in peers.associates if peers.lead(name) == "v1"} == mine
 
 

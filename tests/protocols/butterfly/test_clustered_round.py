@@ -11,14 +11,16 @@ from typing import Any, TypeAlias
 import pytest
 
 from protocols.allreduce import clustered_plan as clustered
-from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterPlan, ClusterVersion
+from protocols.allreduce.clustered_plan import ClusterPlan, ClusterReady, ClusterVersion, PackedPlan
 from protocols.base import BadPayload, Buffer, Header, PeerId
+from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.consensus import record as records
-from protocols.consensus.messages import Propose
+from protocols.consensus.messages import MeanDecided, Propose
 from protocols.consensus.record import Kind, Record
 from protocols.streams.framing import FramedStream
-from protocols.wire import Contribute, Partial
+from protocols.wire import AdmissionRequest, Contribute, Partial
 from tests.sim.contact import LIVENESS_SECONDS
+from tests.sim.host import SimSigner
 from tests.support.clustered_swarm import KEY
 from tests.support.disguises import sending
 from tests.support.long import diagonal, long
@@ -260,7 +262,7 @@ async def test_member_of_two_clusters_counts_in_one(swarm: VotingClusters, mover
 # -- liars ------------------------------------------------------------------------------------------------------------
 
 
-Said: TypeAlias = ClusterPlan | ClusteredPlan
+Said: TypeAlias = ClusterPlan | PackedPlan | MeanDecided
 LEADS: dict[str, Callable[[ClusterPlan, bool], ClusterPlan | None]] = {
     "no plan": lambda said, first: None,
     "a plan for some": lambda said, first: None if first else said,
@@ -271,7 +273,13 @@ LEADS: dict[str, Callable[[ClusterPlan, bool], ClusterPlan | None]] = {
         said, plan=replace(said.plan, version=1, reducers=said.plan.reducers[:: -1 if first else 1])
     ),
     "a version that ends all others": lambda said, first: replace(said, plan=replace(said.plan, ballot=1 << 19)),
-    "forged offers": lambda said, first: replace(said, offers=(replace(said.offers[0], tokens=1), *said.offers[1:])),
+    "forged offers": lambda said, first: replace(said, offers=(replace(said.offers[0], norm=1.0), *said.offers[1:])),
+    "other offers of its cluster": lambda said, first: replace(said, cluster=replace(said.cluster, complete=False)),
+    "other parts": lambda said, first: replace(said, plan=replace(said.plan, bounds=(0, 50, 100, 300))),
+    "other medians for some": lambda said, first: replace(said, plan=replace(said.plan, median_tokens=int(first))),
+    "a plan that never ends": lambda said, first: replace(
+        said, plan=replace(said.plan, cut_seconds=1e5, budget_seconds=1e5)
+    ),
 }
 
 
@@ -299,20 +307,55 @@ async def test_lying_lead_costs_its_cluster_at_most(swarm: VotingClusters, what:
     assert record.roster == swarm.head.roster and max(swarm.ended.values()) < 6.0
 
 
+TOLD: dict[str, Callable[[MeanDecided], MeanDecided]] = {
+    "the truth": lambda said: said,
+    "another record": lambda said: replace(said, digest=bytes(32)),
+    "forged votes": lambda said: replace(said, signatures=said.signatures[::-1]),
+    "too few signatures": lambda said: replace(said, signatures=said.signatures[1:]),
+    "votes of no members": lambda said: replace(said, voters=said.voters << 3),
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+@simulated(lambda what: VotingClusters(3, 3, 3))
+async def test_cluster_takes_the_record_of_a_mean_only_with_its_votes(swarm: VotingClusters, what: str) -> None:
+    """Each member makes the record itself, and asks for it only if its lead's digest is not that of the mean here."""
+    liar, asked = swarm.order[1], set[tuple[PeerId, PeerId]]()
+    cluster = swarm.clusters[swarm.voters.index(liar)][1:]
+
+    async def ask(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, AdmissionRequest) and swarm.now > CALL_SECONDS:
+            asked.add((header.member.peer, stream.peer))
+        await stream.send(header, payload)
+
+    lie(swarm, liar, MeanDecided, lambda said, to: TOLD[what](said))
+    swarm.disguises |= dict.fromkeys(cluster, sending(ask))
+    is_forged = what not in ("the truth", "another record")
+    if not is_forged:  # else the voter that stands by sends the certificate
+        vars(swarm).update(_pass_certificate_on=lambda session, voter: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClusteredStart, "is_told", lambda self: True)  # they have leads
+        await swarm.average()
+    swarm.decided(swarm.names)
+    assert asked == {(name, liar) for name in cluster if what == "another record"}
+    assert {fault.peer for name in cluster for fault in swarm.results[name].blamed} == ({liar} if is_forged else set())
+
+
 @pytest.mark.parametrize("what", ["not to all", "another plan for some", "another plan for the others"])
 @simulated(lambda what: VotingClusters(3, 3, 3))
 async def test_lying_coordinator_leaves_one_mean(swarm: VotingClusters, what: str) -> None:
     """It leaves a voter without the plan, or a cluster out of the plan that it sends."""
     liar, second, third = swarm.order
 
-    def change(plan: ClusteredPlan, to: PeerId) -> ClusteredPlan | None:
+    def change(said: PackedPlan, to: PeerId) -> PackedPlan | None:
         if what == "not to all":
-            return None if to == third else plan
+            return None if to == third else said
+        plan = clustered.unpacked(said, swarm.head.roster)
         clusters = [each for each in plan.clusters if each.lead.peer != second]
         other = clustered.make_clustered_plan(swarm.inputs(), clusters, CALL_SECONDS, plan.ballot)
-        return other if to == third or what.endswith("others") else plan
+        return clustered.packed(other, swarm.head.roster) if to == third or what.endswith("others") else said
 
-    lie(swarm, liar, ClusteredPlan, change)
+    lie(swarm, liar, PackedPlan, change)
     await swarm.average()
     record = swarm.decided([name for name in swarm.names if name != liar])
     assert record.averaged and max(swarm.ended.values()) < 12.0
@@ -329,7 +372,7 @@ def test_reducer_that_does_not_answer_is_replaced(pause_seconds: float, repairs:
     others = [name for name in swarm.names if name != stopped]
 
     async def stop() -> None:
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(2.5)  # its cluster's work is on its way to the reducers
         swarm.cut([stopped], others)
         await asyncio.sleep(pause_seconds)
         for other in others:
@@ -341,7 +384,7 @@ def test_reducer_that_does_not_answer_is_replaced(pause_seconds: float, repairs:
         assert swarm.decided(others).averaged
         plan, result = swarm.rounds[coordinator].call.resolved, swarm.results[coordinator]
         assert plan and plan.plan.version == repairs
-        assert max(swarm.ended[name] for name in others) < 2.0 + LIVENESS_SECONDS + 0.5
+        assert max(swarm.ended[name] for name in others) < 2.5 + LIVENESS_SECONDS + 0.5
         assert repairs or all(each.chunks_counted == each.chunks for each in (result.clusters or {}).values())
 
     swarm.play(play)
@@ -374,9 +417,20 @@ def test_cluster_that_lacks_a_part_of_the_decided_mean_soon_asks_others() -> Non
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
+WRONG_OUTLINES: dict[str, dict[str, Any]] = {
+    "no leads": {"leads": 0},
+    "leads beyond the roster": {"leads": 0b1111},
+    "fewer leads than clusters": {"leads": 0b011},
+    "parts beyond the vector": {"bounds": (0, 100, 200, 301)},
+    "parts out of order": {"bounds": (0, 200, 100, 300)},
+    "fewer parts than leads": {"bounds": (0, 100, 300)},
+    "fewer reducers than parts": {"reducers": (0, 1)},
+    "no time": {"budget_seconds": 1.0},
+}
+
+
 @simulated(VotingClusters, 3, 3, 3)
 async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> None:
-    plan: ClusteredPlan | None = None
     refused = dict[str, str]()
 
     def attempt(receiver: PeerId, sender: PeerId, message: ClusterPlan | ClusterVersion, what: str) -> None:
@@ -390,26 +444,40 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         called = swarm.versions[0]
         plan = swarm.rounds["v1.1"].call.resolved
         assert isinstance(plan, clustered.ResolvedClusters)
-        honest = ClusterPlan(KEY, plan.plan, swarm.offers[1])
+        offers = clustered.member_offers(swarm.offers[1])
+        honest = ClusterPlan(KEY, plan.outline, swarm.offered[1], offers)
         later = ClusterVersion(KEY, plan.digest, 0, 9, plan.plan.reducers[::-1])
-        forged = replace(swarm.offers[1][2], tokens=swarm.offers[1][2].tokens + 1)
-        swapped = replace(plan.plan, version=1, reducers=(7, 0, 0))
+        swapped = replace(plan.outline, version=1, reducers=(7, 0, 0))
         attempt("v2", "v1", honest, "plan to a voter")
         attempt("v2", "v1", later, "version to a voter")
-        attempt("v1.1", "v2", replace(honest, offers=swarm.offers[2]), "plan of another cluster")
+        attempt("v1.1", "v2", replace(honest, cluster=swarm.offered[2]), "plan of another cluster")
         attempt("v1.1", "v1.2", replace(honest, plan=swapped), "plan of a mate, which is only ignored")
         attempt("v1.1", "v1.2", later, "version of a mate")
         attempt("v1.1", "v0", later, "version of another lead, which is only ignored")
         assert swarm.rounds["v1.1"].call.resolved is plan
         attempt("v1.1", "v2", replace(later, reducers=(7, 0, 0)), "version with unknown reducers")
         attempt("v1.1", "v1", replace(honest, plan=swapped), "plan with unknown reducers")
-        fresh = clustered.make_cluster_offer(swarm.inputs(), called.plan.clusters[1].lead, swarm.offers[1][:2], True)
-        other = replace(plan.plan, ballot=3, clusters=(plan.plan.clusters[0], fresh, plan.plan.clusters[2]))
-        attempt("v1.1", "v1", ClusterPlan(KEY, other, (*swarm.offers[1][:2], forged)), "forged offers")
-        attempt("v1.1", "v1", ClusterPlan(KEY, other, swarm.offers[1][:2]), "forged cluster")
+        forged = (*swarm.offers[1][:2], replace(swarm.offers[1][2], norm=2 * swarm.offers[1][2].norm))
+        fresh = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, forged, True)
+        fresh = replace(fresh, signature=SimSigner("v1", swarm.seed).sign(ClusterReady(KEY, fresh).signed()))
+        named = clustered.cluster_digest(KEY, fresh)
+        other = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
+        attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, clustered.member_offers(forged)), "forged offers")
+        attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, offers[:2]), "fewer offers")
+        pair = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, swarm.offers[1][:2], True)
+        named = clustered.cluster_digest(KEY, pair)
+        paired = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
+        attempt("v1.1", "v1", ClusterPlan(KEY, paired, pair, offers[:2]), "cluster that its lead has not signed")
+        attempt("v1.1", "v1", ClusterPlan(KEY, other, swarm.offered[1], offers), "another cluster than the plan's")
+        for what, change in WRONG_OUTLINES.items():
+            wrong = replace(plan.outline, ballot=3, **change)
+            attempt("v1.1", "v1", replace(honest, plan=wrong), what)
+        empty = replace(plan.clusters[0], size=0)
+        wrong = replace(plan.outline, ballot=3, clusters=(empty, *plan.clusters[1:]))
+        attempt("v1.1", "v1", replace(honest, plan=wrong), "an empty cluster")
 
     await swarm.average(try_all())
-    assert plan is None and len(refused) == 8, refused
+    assert len(refused) == 11 + len(WRONG_OUTLINES), refused
     record = swarm.decided(swarm.names)
     assert set(swarm.counts(record).values()) == {whole(swarm, record)}
 
@@ -451,10 +519,12 @@ async def test_run_without_clusters_takes_no_plan_of_them(swarm: VotingClusters)
 
     async def try_all() -> None:
         first, second, _ = swarm.order
+        offers = clustered.member_offers(swarm.offers[1])
+        told = ClusterPlan(KEY, swarm.versions[0].outline, swarm.offered[1], offers)
         await asyncio.sleep(0.1)
         for receiver, sender, message in (
-            (second, first, swarm.versions[0].plan),
-            ("v1.1", "v1", ClusterPlan(KEY, swarm.versions[0].plan, swarm.offers[1])),
+            (second, first, clustered.packed(swarm.plan, swarm.head.roster)),
+            ("v1.1", "v1", told),
         ):
             with pytest.raises(BadPayload, match="which this run has not") as error:
                 swarm.rounds[receiver].take(sender, message)
