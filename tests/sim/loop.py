@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from heapq import heapify, heappop, heappush
@@ -209,12 +209,6 @@ class SimLoop(asyncio.BaseEventLoop):
         future = _SimFuture(loop=self)
         future.number = next(self._numbers)
         return future
-
-    def _process_events(self, event_list: Iterable[Any]) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
 
     def run_in_executor(self, executor: object, func: object, *args: object) -> Any:
         raise RuntimeError("no threads in the simulated world: heavy work goes through Compute")
