@@ -19,7 +19,7 @@ from tests.support.long import long
 from tests.support.sync_cluster import SyncCluster, fetch_part
 
 ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
-LARGE_ELEMENTS = 10 * CHUNK_ELEMENTS
+LARGE_ELEMENTS = 6 * CHUNK_ELEMENTS
 SPAN = (0, ELEMENTS, CHUNK_ELEMENTS)
 LINEAGE = b"l" * 32
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +22,10 @@ from protocols.consensus.record import Kind, Record, coordinators
 from protocols.history.chain import genesis
 from protocols.streams.endpoint import RoundAccounting
 from protocols.wire import ChunkSpan, PartDigest
-from tests.sim import loop as simloop
 from tests.sim.averaging import RUN
 from tests.sim.host import SimSigner
 from tests.sim.swarm import SimSwarm
-from tests.support.simulated import simulated
+from tests.support.simulated import on_virtual_time, simulated
 
 SETTINGS = Settings("fp32", (64,), 16)
 ROSTER = tuple(Member(f"p{index}") for index in range(3))
@@ -50,10 +48,6 @@ def vote_of(me: Member) -> RoundVote:
     )
 
 
-def on_virtual_time(test: Callable[[], Any]) -> None:
-    simloop.run(test())
-
-
 def part(digest: bytes) -> Any:
     return SimpleNamespace(result=PartDigest(digest, ()))
 
@@ -63,96 +57,83 @@ def proposal(digest: bytes) -> Record:
     return replace(records.extend(HEAD, Kind.MEAN, ROSTER), parts=parts, peers=peers, bounds=(0, 64))
 
 
-def test_later_promise_ends_the_lead() -> None:
-    async def test() -> None:
-        vote = vote_of(Member(ORDER[0]))
-        vote.progress()
-        assert vote.leading == 0
-        for _ in range(2):
-            vote.receive(ORDER[1], Prepare(HEAD.key, Member(ORDER[1]), 1, ()))
-            assert vote.leading is None and vote.paxos.promised == 1
-
-    on_virtual_time(test)
+@on_virtual_time
+async def test_later_promise_ends_the_lead() -> None:
+    vote = vote_of(Member(ORDER[0]))
+    vote.progress()
+    assert vote.leading == 0
+    for _ in range(2):
+        vote.receive(ORDER[1], Prepare(HEAD.key, Member(ORDER[1]), 1, ()))
+        assert vote.leading is None and vote.paxos.promised == 1
 
 
-def test_vote_waits_for_the_parts_of_the_latest_proposal() -> None:
-    async def test() -> None:
-        vote = vote_of(Member(ORDER[2]))
-        for ballot, digest in ((0, b"a" * 32), (1, b"b" * 32)):
-            data = records.encode(proposal(digest))
-            vote.receive(ORDER[ballot], Propose(HEAD.key, Member(ORDER[ballot]), ballot, data))
-            assert (vote.wanted, vote.proposed) == ((digest,), data)
-        vote.keep(part(b"a" * 32))
-        assert vote.paxos.accepted is None
-        vote.keep(part(b"b" * 32))
-        assert vote.paxos.accepted and vote.paxos.accepted.data == data
-
-    on_virtual_time(test)
+@on_virtual_time
+async def test_vote_waits_for_the_parts_of_the_latest_proposal() -> None:
+    vote = vote_of(Member(ORDER[2]))
+    for ballot, digest in ((0, b"a" * 32), (1, b"b" * 32)):
+        data = records.encode(proposal(digest))
+        vote.receive(ORDER[ballot], Propose(HEAD.key, Member(ORDER[ballot]), ballot, data))
+        assert (vote.wanted, vote.proposed) == ((digest,), data)
+    vote.keep(part(b"a" * 32))
+    assert vote.paxos.accepted is None
+    vote.keep(part(b"b" * 32))
+    assert vote.paxos.accepted and vote.paxos.accepted.data == data
 
 
-def test_last_sign_of_life_counts() -> None:
-    async def test() -> None:
-        vote = vote_of(ROSTER[0])
-        vote.hear("p1")
-        await asyncio.sleep(2.5)
-        vote.hear("p1")
-        assert vote.heard == {"p1": asyncio.get_running_loop().time()}
-
-    on_virtual_time(test)
+@on_virtual_time
+async def test_last_sign_of_life_counts() -> None:
+    vote = vote_of(ROSTER[0])
+    vote.hear("p1")
+    await asyncio.sleep(2.5)
+    vote.hear("p1")
+    assert vote.heard == {"p1": asyncio.get_running_loop().time()}
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["alone all the time", "the majority came back"])
-def test_fork_is_sought_after_an_unbroken_time_alone(back: bool) -> None:
-    async def test() -> None:
-        vote, alone, patience_seconds = vote_of(ROSTER[0]), {ROSTER[0]}, FORK_BUDGETS * BUDGET_FLOOR_SECONDS
-        vote.seek_fork(alone, None)
-        await asyncio.sleep(patience_seconds - 1.0)
-        vote.seek_fork({*ROSTER} if back else alone, None)
-        await asyncio.sleep(2.0)
-        vote.seek_fork(alone, None)
-        assert bool(vote.paxos.ballot) is not back
-        await asyncio.sleep(patience_seconds)
-        vote.seek_fork(alone, None)
-        assert vote.paxos.ballot
-
-    on_virtual_time(test)
+@on_virtual_time
+async def test_fork_is_sought_after_an_unbroken_time_alone(back: bool) -> None:
+    vote, alone, patience_seconds = vote_of(ROSTER[0]), {ROSTER[0]}, FORK_BUDGETS * BUDGET_FLOOR_SECONDS
+    vote.seek_fork(alone, None)
+    await asyncio.sleep(patience_seconds - 1.0)
+    vote.seek_fork({*ROSTER} if back else alone, None)
+    await asyncio.sleep(2.0)
+    vote.seek_fork(alone, None)
+    assert bool(vote.paxos.ballot) is not back
+    await asyncio.sleep(patience_seconds)
+    vote.seek_fork(alone, None)
+    assert vote.paxos.ballot
 
 
-def test_successors_of_the_whole_roster_wait_little() -> None:
-    async def test() -> None:
-        successors = {replace(member, incarnation=1) for member in ROSTER}
-        vote = vote_of(Member("p0", 1))
-        vote.observers = {member.peer: member for member in successors if member.peer != "p0"}
-        vote.seek_fork(successors, None)
-        await asyncio.sleep(COMPLETE_SECONDS)
-        before = vote.paxos.ballot
-        vote.seek_fork(successors, None)
-        assert vote.forks_only and (before, bool(vote._fork)) == (0, True)
-
-    on_virtual_time(test)
+@on_virtual_time
+async def test_successors_of_the_whole_roster_wait_little() -> None:
+    successors = {replace(member, incarnation=1) for member in ROSTER}
+    vote = vote_of(Member("p0", 1))
+    vote.observers = {member.peer: member for member in successors if member.peer != "p0"}
+    vote.seek_fork(successors, None)
+    await asyncio.sleep(COMPLETE_SECONDS)
+    before = vote.paxos.ballot
+    vote.seek_fork(successors, None)
+    assert vote.forks_only and (before, bool(vote._fork)) == (0, True)
 
 
 @pytest.mark.parametrize("votes_in_time", (False, True))
-def test_member_without_vote_gets_certificate_after_decision(votes_in_time: bool) -> None:
+@on_virtual_time
+async def test_member_without_vote_gets_certificate_after_decision(votes_in_time: bool) -> None:
     """It may not hear the coordinator. One that has voted makes the certificate itself."""
-
-    async def test() -> None:
-        vote, others = vote_of(Member(ORDER[0])), [vote_of(Member(peer)) for peer in ORDER[1:]]
-        sent = list[tuple[str, type[Any]]]()
-        vote._post = SimpleNamespace(send=lambda peer, message: sent.append((peer, type(message))))  # type: ignore[assignment]
-        vote.progress()
-        skip = records.extend(HEAD, Kind.SKIP, ROSTER)
-        vote.propose(0, skip)
-        value = vote.tally.value(0, records.encode(skip))
-        assert value
-        for other in others[: 1 + votes_in_time]:
-            me = other.paxos.me
-            vote.receive(me.peer, Accept(HEAD.key, me, 0, value.digest, other.tally.sign(value, me)))
-        assert vote.certificate and (ORDER[2], Certificate) not in sent
-        await asyncio.sleep(LATE_SECONDS)
-        assert [peer for peer, kind in sent if kind is Certificate] == ([] if votes_in_time else [ORDER[2]])
-
-    on_virtual_time(test)
+    vote, others = vote_of(Member(ORDER[0])), [vote_of(Member(peer)) for peer in ORDER[1:]]
+    sent = list[tuple[str, type[Any]]]()
+    vote._post = SimpleNamespace(send=lambda peer, message: sent.append((peer, type(message))))  # type: ignore[assignment]
+    vote.progress()
+    skip = records.extend(HEAD, Kind.SKIP, ROSTER)
+    vote.propose(0, skip)
+    value = vote.tally.value(0, records.encode(skip))
+    assert value
+    for other in others[: 1 + votes_in_time]:
+        me = other.paxos.me
+        vote.receive(me.peer, Accept(HEAD.key, me, 0, value.digest, other.tally.sign(value, me)))
+    assert vote.certificate and (ORDER[2], Certificate) not in sent
+    await asyncio.sleep(LATE_SECONDS)
+    assert [peer for peer, kind in sent if kind is Certificate] == ([] if votes_in_time else [ORDER[2]])
 
 
 @simulated(SimSwarm)
