@@ -331,8 +331,8 @@ class Members(Protocol):
         """Wait until `version` exceeds `since` or the deadline has come, and return the version."""
 
     async def answers(self, peer: PeerId, within_seconds: float) -> bool:
-        """Ask a peer at once whether it is there. True if it answers within this time and two of its latest round
-        trips, or cannot be asked. No answer says less than the loss of a member: one may wait behind vectors.
+        """Ask a peer at once whether it is there. True if it answers within this time and twice its latest round
+        trip, or cannot be asked. No answer says less than the loss of a member: one may wait behind vectors.
         """
 
 

@@ -65,6 +65,7 @@ MAX_BELIEVED_ADDRESSES = 4
 PROBE_SECONDS = 2.0
 """Between two greetings of peers that are not watched. They show who is still there, and introduce others."""
 MAX_PROBE_FAILURES = 2
+MAX_ROUND_TRIP_SECONDS = 1.0  # the longest that a peer is given time for, if it is asked whether it is there
 
 Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
 Drop = Callable[[PeerId, Deadline], Awaitable[None]]
@@ -128,13 +129,14 @@ class Membership:
         return self.version
 
     async def answers(self, peer: PeerId, within_seconds: float) -> bool:
-        """Whether a peer echoes a heartbeat that is sent now. True if this one does not watch it."""
+        """Whether a peer echoes a heartbeat that is sent now. True if this one does not watch it, or was suspended."""
         contact, asked_at = self._contacts.get(peer), asyncio.get_running_loop().time()
         if contact is None or not contact.live or contact.handshake_at is None:
             return True
         contact.hurry.set()
-        until = asked_at + within_seconds + 2 * contact.round_trip_seconds
-        return await self._heard.reached(lambda: contact.answered_at >= asked_at, until)
+        until = asked_at + within_seconds + 2 * min(contact.round_trip_seconds, MAX_ROUND_TRIP_SECONDS)
+        has_answered = await self._heard.reached(lambda: contact.answered_at >= asked_at, until)
+        return has_answered or asyncio.get_running_loop().time() > until + TICK_SECONDS
 
     def contacts(self) -> tuple[PeerRecord, ...]:
         """All known peers, for display. Callers must not change them."""

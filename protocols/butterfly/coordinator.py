@@ -21,7 +21,7 @@ from protocols.consensus.record import Kind, Record
 from protocols.wire import MAX_ROSTER, PartDone, Plan
 
 STILL_SECONDS = 0.1
-"""How long no data comes in until the reducers of the last missing parts are asked whether they are there. The failure
+"""How long no byte moves until the reducers of the last missing parts are asked whether they are there. The failure
 detector loses a stopped peer after three seconds at the least."""
 ANSWER_SECONDS = 1.0  # for their answers: the least timeout of a retransmission (RFC 6298, 2.4)
 AGAIN_SECONDS = 0.5  # after the answers, until those that are there are asked again
@@ -128,25 +128,30 @@ class RoundCoordinator:
         ]
 
     async def _ask_reducers(self) -> None:
-        """Ask the reducers of the last missing parts whether they are there, while no data comes in."""
-        attempt, members = self._round, self._round.host.members
-        while not attempt.over() and loop_time() < attempt.deadline:
-            if loop_time() < (due := self._still_at()):
-                await attempt.until(lambda: attempt.over() or self._still_at() < due, due)
-                continue
-            asked = self._missing_reducers()
-            answers = await asyncio.gather(*(members.answers(peer, ANSWER_SECONDS) for peer in asked))
-            self._unanswering |= {peer for peer, here in zip(asked, answers, strict=True) if not here}
-            attempt.changed.notify()
-            await attempt.until(attempt.over, loop_time() + AGAIN_SECONDS)
+        """Ask the reducers of the last missing parts whether they are there, while no data moves."""
+        attempt = self._round
+        while await attempt.until(lambda: self._most_are_in() or attempt.over()) and not attempt.over():
+            if await self._is_still() and self._most_are_in():
+                await asyncio.gather(*map(self._ask, self._missing_reducers()))
+                await attempt.until(attempt.over, loop_time() + AGAIN_SECONDS)
 
-    def _still_at(self) -> Deadline:
-        """When no data has come in for a while. Not before most parts are in."""
+    async def _ask(self, reducer: PeerId) -> None:
+        if not await self._round.host.members.answers(reducer, ANSWER_SECONDS) and await self._is_still():
+            self._unanswering.add(reducer)
+            self._round.changed.notify()
+
+    async def _is_still(self) -> bool:
+        before = self._round.accounting.moved_bytes()
+        await self._round.until(self._round.over, loop_time() + STILL_SECONDS)
+        return self._round.accounting.moved_bytes() == before
+
+    def _most_are_in(self) -> bool:
+        """Whether most parts of the mean are here, but not all."""
         resolved = self._call.resolved
         exchange = self._round.exchange_of(resolved.digest) if resolved else None
-        if exchange is None or exchange.complete or 2 * len(exchange.parts) <= len(exchange.task.whole.plan.reducers):
-            return self._round.deadline
-        return max(exchange.moved, exchange.finished) + STILL_SECONDS
+        if resolved is None or exchange is None or exchange.complete:
+            return False
+        return 2 * len(exchange.parts) > len(resolved.plan.reducers)
 
     def _missing_reducers(self) -> list[PeerId]:
         resolved, exchange = self._call.resolved, self._round.exchange
@@ -216,7 +221,7 @@ class RoundCoordinator:
         """
         if self._me.peer in resolved.peers:
             return resolved.peers.index(self._me.peer)
-        others = self._round.live_peers() - {resolved.reducer(part)}
+        others = self._round.live_peers() - {resolved.reducer(part)} - self._unanswering
         indices = [index for index, peer in enumerate(resolved.peers) if peer in others]
         return max(indices, key=resolved.uplinks.__getitem__, default=None)
 

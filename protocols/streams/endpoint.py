@@ -89,6 +89,10 @@ class RoundAccounting:
         self._bytes_received += stream.bytes_received - received
         self._open[stream] = (stream.bytes_sent, stream.bytes_received)
 
+    def moved_bytes(self) -> int:
+        """Bytes that the open streams have carried so far, both ways."""
+        return sum(stream.moved_bytes for stream in self._open)
+
     async def time_movement(self) -> None:
         """Add the time in which data moves to `seconds_moving`, until cancelled."""
         before, then = {stream: stream.moved_bytes for stream in self._open}, loop_time()

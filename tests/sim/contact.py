@@ -188,17 +188,21 @@ class Contacts:
                 self._expiries[observer, subject] = timer
 
     async def answers(self, observer: PeerId, subject: PeerId, within_seconds: float) -> bool:
-        """Whether a peer answers a heartbeat that this one sends now. It waits while a link is blocked."""
+        """Whether a peer answers a heartbeat that this one sends now. It waits behind the data on both uplinks, and
+        while a link is blocked.
+        """
         network, answer = self._network, asyncio.Event()
+
+        def travel(source: PeerId, target: PeerId, arrive: Callable[[], None]) -> None:
+            network.travel(source, target, arrive, max(0.0, network.nodes[source].up_free_at - _now()))
 
         def arrive() -> None:
             if network.nodes[subject].process.alive:
-                network.travel(subject, observer, answer.set)
+                travel(subject, observer, answer.set)
 
-        network.travel(observer, subject, arrive)
-        until = _now() + within_seconds + 4 * network.latency_seconds
+        travel(observer, subject, arrive)
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(_now() + within_seconds + 4 * network.latency_seconds):
                 await answer.wait()
         return answer.is_set()
 
