@@ -394,8 +394,13 @@ class RoundStart:
             raise BadPayload("a version of a plan, from a peer that is not a voter")
         else:
             self.cluster.hear(peer, message)
-        if plan := self.cluster.later():
-            self.on_plan(plan)
+        for sender, plan in self.cluster.later():
+            try:
+                self.on_plan(plan)
+            except BadPayload as error:
+                if sender == peer:
+                    raise
+                self._accounting.name(sender, f"refused: {error}")
 
     def on_plan(self, plan: Plan | ClusteredPlan | PlanOutline) -> None:
         """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer."""

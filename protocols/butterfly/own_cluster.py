@@ -33,6 +33,8 @@ from protocols.wire import Contribute, Offer
 
 MAX_KEPT = 32
 """Clusters' offers that are kept: a lead makes some until its cluster is in a plan."""
+MAX_SHARED = 6
+"""Members to which a member passes the plan of a lost lead on: those that follow it in the cluster, and do the same."""
 
 
 class OwnCluster:
@@ -52,7 +54,7 @@ class OwnCluster:
         self._passed_on = b""
         self._repair: ClusterVersion | None = None
         self._told: set[PeerId] = set()  # of followers, about the repair
-        self._version: ClusterVersion | None = None  # heard of last
+        self._versions: dict[PeerId, ClusterVersion] = {}  # a voter's latest, not yet looked at
         self._shared: set[PeerId] = set()  # mates to which this peer has passed the plan on
 
     def keep(self, cluster: ClusterOffer, offers: Sequence[Offer]) -> None:
@@ -150,24 +152,33 @@ class OwnCluster:
         return plan
 
     def share(self, told: Collection[PeerId]) -> None:
-        """Pass the plan on to members that may lack it, because the lead is lost: all but those that were `told`."""
-        lacking = {*self.peers} - {self._me.peer, self.lead, *told, *self._shared}
-        self._shared |= lacking
-        self._tell_plan(sorted(lacking))
+        """Pass the plan on to members that may lack it, because the lead is lost: the next that were not `told`."""
+        at = self.peers.index(self._me.peer) if self.members else 0
+        following = (*self.peers[at:], *self.peers[:at])
+        lacking = [peer for peer in following if peer not in {self._me.peer, self.lead, *told, *self._shared}]
+        lacking = lacking[: MAX_SHARED - len(self._shared)]
+        self._shared |= {*lacking}
+        self._tell_plan(lacking)
 
     def hear(self, peer: PeerId, version: ClusterVersion) -> None:
         """Note a version of the plan, which itself may yet come. Ignored if that voter neither leads this peer's
         cluster nor stands by: it may not know that this peer has moved.
         """
-        if peer in (self.lead, *self.standby()):
-            self._version = version
+        before = self._versions.get(peer)
+        is_older = before and before.plan == version.plan and _order(version) < _order(before)
+        if peer in (self.lead, *self.standby()) and not is_older:
+            self._versions[peer] = version
 
-    def later(self) -> PlanOutline | None:
-        """The version of the plan that was heard of last; None if it is of another plan, or if this peer has none."""
-        whole, version = self.whole, self._version
-        if version is None or whole is None or self.members is None or whole.digest != version.plan:
-            return None
-        return replace(whole.outline, ballot=version.ballot, version=version.version, reducers=version.reducers)
+    def later(self) -> Iterator[tuple[PeerId, PlanOutline]]:
+        """The versions of the plan that were heard of, from the first to the last, each once, and who sent them. Those
+        of plans that this peer does not have wait.
+        """
+        whole = self.whole if self.members else None
+        for peer, version in sorted(self._versions.items(), key=lambda each: _order(each[1])):
+            if whole and whole.digest == version.plan:
+                del self._versions[peer]
+                ballot, number, reducers = version.ballot, version.version, version.reducers
+                yield peer, replace(whole.outline, ballot=ballot, version=number, reducers=reducers)
 
     # -- in the data phase, and after it ------------------------------------------------------------------------------
 
@@ -231,3 +242,7 @@ class OwnCluster:
             blamed=members.clamped,
             capped=members.capped,
         )
+
+
+def _order(version: ClusterVersion) -> tuple[int, int]:
+    return version.ballot, version.version

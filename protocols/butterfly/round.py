@@ -106,7 +106,8 @@ class Round:
         self._seen = self.live_peers()  # in this attempt
         self._superseded = False
         self._result: AveragingResult | None = None
-        self._from_mate: tuple[PeerId, ClusterPlan] | None = None  # it waits until this peer loses sight of its lead
+        self._began = loop_time()
+        self._from_mates: dict[PeerId, ClusterPlan] = {}  # they wait until this peer loses sight of its lead
         self._running: asyncio.Task[None] | None = None
         start = partial(ClusteredStart, attachment=attachment, votes=vote.votes) if attachment else RoundStart
         self.call = start(
@@ -461,33 +462,41 @@ class Round:
             self.exchange.lose(peer, "gone")
         self.vote.gone(peer)
         self._share_plan()
-        if self._from_mate:
-            mate, message = self._from_mate
-            try:
-                self._take_from_mate(mate, message)
-            except BadPayload as error:
-                self.accounting.name(mate, f"refused: {error}")
+        self._take_from_mates()
 
     def _share_plan(self) -> None:
         """Pass the plan of a lead that is lost on to members of the cluster of which nothing was heard."""
-        if self.me not in self.head.roster and self.cluster.lead not in self.live_peers():
-            self.cluster.share(self.vote.heard)
+        if self.me not in self.head.roster and self.cluster.lead not in self.live_peers() and not self.over():
+            self.cluster.share({peer for peer, at in self.vote.heard.items() if at >= self._began})
 
     def _on_lead(self, peer: PeerId, message: ClusterPlan | ClusterVersion | MeanDecided) -> None:
         if isinstance(message, MeanDecided):
             self._on_mean_decided(peer, message)
         elif isinstance(message, ClusterPlan) and peer != message.lead:
-            self._take_from_mate(peer, message)
+            self._on_plan_of_mate(peer, message)
         else:
             self.call.on_lead(peer, message)
 
-    def _take_from_mate(self, peer: PeerId, message: ClusterPlan) -> None:
-        """Take a plan from another member of the cluster once its lead is lost, unless that one has told it."""
-        self._from_mate = peer, message
-        if message.lead not in self.live_peers():
-            self._from_mate = None
-            if self.call.resolved is None:
-                self.call.on_lead(peer, message)
+    def _on_plan_of_mate(self, peer: PeerId, message: ClusterPlan) -> None:
+        """Keep a plan from another member of the cluster until the lead is lost. Raises BadPayload if it is of none."""
+        if self.me in self.head.roster:
+            raise BadPayload("a plan for a cluster, sent to a voter by another peer than its lead")
+        if self.call.resolved is None:
+            self.cluster.take(peer, message)
+            self._from_mates[peer] = message
+            self._take_from_mates()
+
+    def _take_from_mates(self) -> None:
+        """Take the first plan of a lead that is lost, unless it has told this peer one itself."""
+        for peer, message in [*self._from_mates.items()]:
+            if message.lead in self.live_peers():
+                continue
+            del self._from_mates[peer]
+            try:
+                if self.call.resolved is None:
+                    self.call.on_lead(peer, message)
+            except BadPayload as error:
+                self.accounting.name(peer, f"refused: {error}")
 
     def take(self, peer: PeerId, message: Header) -> None:
         self.vote.hear(peer)

@@ -222,6 +222,26 @@ async def test_last_voter_forks_with_the_mean_that_it_accepted(swarm: VotingClus
     assert record.kind == Kind.FORK and record.averaged and len(record.clusters) == 3
 
 
+@pytest.mark.parametrize(("version", "reducers"), [(0, (0, 0, 0)), (9, (7, 0, 0))])
+@simulated(lambda version, reducers: VotingClusters(3, 3, 3))
+async def test_false_version_of_a_plan_is_the_fault_of_its_sender(
+    swarm: VotingClusters, version: int, reducers: tuple[int, ...]
+) -> None:
+    """Not of the lead, whose plan comes later."""
+    liar = swarm.standby["v1"]
+    swarm.network.link("v1", "v1.1").latency_seconds = 0.5
+
+    async def mislead() -> None:
+        await until(lambda: liar in swarm.rounds and swarm.rounds[liar].call.resolved)
+        plan = swarm.rounds[liar].call.resolved
+        assert plan and swarm.rounds["v1.1"].call.resolved is None
+        swarm.rounds[liar].post.send("v1.1", ClusterVersion(KEY, plan.digest, 0, version, reducers))
+
+    await swarm.average(mislead())
+    assert swarm.decided(swarm.names).averaged
+    assert {fault.peer for fault in swarm.results["v1.1"].blamed} == {liar}
+
+
 @pytest.mark.parametrize("plan", ["in time", "late at a voter", "late at an associate"])
 @simulated(lambda plan: VotingClusters(3, 3, 3))
 async def test_associate_need_only_see_its_lead(swarm: VotingClusters, plan: str) -> None:
