@@ -9,15 +9,14 @@ from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
 from protocols.consensus.vote_tally import max_admitted, min_retained
 from protocols.streams.endpoint import ProtocolEndpoint
-from protocols.wire import MAX_ROSTER
 
 
 class NextRoster:
-    def __init__(self, endpoint: ProtocolEndpoint, head: Head, vote: RoundVote) -> None:
+    def __init__(self, endpoint: ProtocolEndpoint, head: Head, vote: RoundVote, voters: int) -> None:
+        """`voters`: members of a full roster."""
         self.candidates: dict[PeerId, Member] = {}  # they ask for admission, and hold the state
         self._me, self._members, self._head, self._vote = endpoint.me, endpoint.host.members, head, vote
-        self._voters = min(endpoint.settings.voters, MAX_ROSTER)
-        self._least_members = endpoint.settings.least_members
+        self._voters, self._least_members = voters, endpoint.settings.least_members
 
     def drawn(self, mute: Collection[PeerId] = ()) -> tuple[Member, ...]:
         """Live members that stay, and candidates. Evicts `mute` members, if enough others are here."""

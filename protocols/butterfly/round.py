@@ -101,7 +101,7 @@ class Round:
         self._elements, self._overlaps = settings.elements[head.key.fragment], settings.overlaps
         self._awaits_backup = settings.awaits_backup
         self._voters, self._lagging, self._rested = min(settings.voters, MAX_ROSTER), lagging, rested
-        self.next_roster = NextRoster(endpoint, head, vote)
+        self.next_roster = NextRoster(endpoint, head, vote, self._voters)
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
         self._seen = self.live_peers()  # in this attempt
         self._superseded = False

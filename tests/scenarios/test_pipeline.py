@@ -242,7 +242,8 @@ async def _leaves_the_others_their_rate(run: PipelineRunner, monkeypatch: pytest
     honest = await counted_in(30.0)
     hoarders.add("p0")
     await asyncio.sleep(40.0)
-    assert await counted_in(30.0) >= 0.7 * honest
+    # Leases that are kept run out after 10 to 20 s, in which all may wait: a window holds some of these times.
+    assert await counted_in(120.0) >= 0.7 * 4 * honest
 
 
 @pytest.mark.long
