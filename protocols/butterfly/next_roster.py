@@ -40,6 +40,7 @@ class NextRoster:
         return now != then and not (then < now and all(has_work(member.peer) for member in now - then))
 
     def present(self) -> Sequence[Member]:
+        """The members that a call waits for: those that are here."""
         return self._or_all(self.here())
 
     def here(self) -> list[Member]:
