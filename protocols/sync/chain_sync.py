@@ -68,7 +68,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         )
         self.fetcher, self.stranded = StateFetcher(context, part_cache), False
         self._chain, self._part_cache, self._on_better = chain, part_cache, on_better
-        self._verifier = HeadVerifier(context, chain, self.rules, make_archive)
+        self._verifier = HeadVerifier(context, chain, self.rules, make_archive, self._still_shows)
         self._new_heads = asyncio.Event()
         self.keep_state: Callable[[], Awaitable[None]] = _keep_nothing  # set by the outer loop
 
@@ -154,6 +154,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         if not others.isdisjoint(self._context.host.members.live()):
             return False
         return not any(self._has_rounds_since(each.lineage) for each in self._context.snapshots.held())
+
+    async def _still_shows(self, peer: PeerId, key: RoundKey) -> bool:
+        heads = await self._exchange([peer], loop_time() + ANNOUNCE_SECONDS)
+        return peer in heads and heads[peer].key == key
 
     async def better(self, deadline: Deadline) -> Branch | None:
         """Ask all sync peers for their heads. Returns the best proved branch that beats this peer's, or None.

@@ -7,7 +7,7 @@ it has sent. If it breaks off, the proof of the same branch by another peer cont
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -41,6 +41,7 @@ class _Proof:
     links: RoundLog | None = None  # the verified rounds after `head`
     rounds: int = 0  # number of rounds proved
     waited_seconds: float = 0.0  # for the peer
+    is_short: bool = False  # the peer has no more rounds, and the claimed head is not among them
 
     @property
     def end(self) -> Head | None:
@@ -49,9 +50,16 @@ class _Proof:
 
 class HeadVerifier:
     def __init__(
-        self, context: SyncContext, chain: Chain, rules: ForkChoice, make_archive: Callable[[], Archive]
+        self,
+        context: SyncContext,
+        chain: Chain,
+        rules: ForkChoice,
+        make_archive: Callable[[], Archive],
+        still_shows: Callable[[PeerId, RoundKey], Awaitable[bool]],
     ) -> None:
+        """`still_shows` asks a peer whether it shows a head again: it may have gone to another branch meanwhile."""
         self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
+        self._still_shows = still_shows
         self._proofs: list[_Proof] = []  # proofs in progress
         self._turn = asyncio.Lock()  # held while certificates are verified
         self._judged: RoundLog | None = None  # the longest rounds verified by proofs that have ended
@@ -100,6 +108,12 @@ class HeadVerifier:
             except PeerSilent:
                 if proof.rounds == before:
                     raise
+        if proof.is_short and await self._still_shows(peer, proof.shown):
+            why = f"does not prove the head at round {proof.shown.round} that it shows"
+            self._context.accounting.name(peer, f"refused: {why}")
+            raise BadPayload(why)
+        if proof.is_short:
+            raise PeerGone(peer, "it does not show the same head any more")
         return self._beating(proof, stranded)
 
     def _beating(self, proof: _Proof, stranded: bool) -> Branch | None:
@@ -121,9 +135,8 @@ class HeadVerifier:
                 and not self._rules.depends_on_growth(self._chain, proof.links.start.key.lineage, proof.links)
             ):
                 return False  # the branch does not beat ours, and no later round can change that
-            if not more and (proof.end is None or proof.end.key.round < proof.shown.round):
-                raise BadPayload(f"does not prove the head at round {proof.shown.round} that it shows")
             if not more:
+                proof.is_short = proof.end is None or proof.end.key.round < proof.shown.round
                 return False
         return True
 

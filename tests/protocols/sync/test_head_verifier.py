@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocols.base import Buffer, Header, Member, PeerFault
+from protocols.base import Buffer, Header, Member, PeerFault, RoundKey
 from protocols.consensus.messages import Certificate
 from protocols.history.chain import Chain, DecidedRound
 from protocols.history.fork_choice import Branch, ForkChoice
@@ -202,6 +202,22 @@ async def test_peer_on_another_branch_is_not_blamed(world: LongChains) -> None:
     ends = {chain.head.key for chain in (bert, world.peers["anna"].chain)}
     assert branch is not None and branch.head.key in ends
     assert world.blamed() == []
+
+
+@simulated(LongChains, {"anna": ROUNDS})
+async def test_peer_that_has_gone_to_a_shorter_branch_meanwhile_is_not_refused(world: LongChains) -> None:
+    anna, shown = world.peers["anna"].chain, list[RoundKey]()
+
+    async def go(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        await stream.send(header, payload)
+        if isinstance(header, HeadAnnouncement) and not shown:
+            shown.append(header.key)
+            anna.switch(trail()[599].lineage, line(trail()[599].head, 200, plan=b"e" * 32))
+
+    world.peers["anna"].disguise(go)
+    await world.better()
+    assert shown[0].round > anna.head.key.round
+    assert not [blame for blame in world.blamed() if "refused" in blame.why]
 
 
 @simulated(LongChains, {"anna": 5, "bert": 5, "cleo": 1})
