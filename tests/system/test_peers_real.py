@@ -157,9 +157,12 @@ def interrupt(peer: RealPeer) -> None:
     peer.strike(number=signal.SIGINT)
 
 
-@pytest.mark.parametrize("leave", (interrupt, *long(finish)))
-def test_leaver_hands_in_its_round_without_delay(swarm: RealSwarm, leave: Callable[[RealPeer], None]) -> None:
-    leaver = swarm.four(ROUND_SECONDS)[1]
+@pytest.mark.parametrize(("place", "leave"), ((1, interrupt), *long((0, finish))))
+def test_leaver_hands_in_its_round_without_delay(
+    swarm: RealSwarm, place: int, leave: Callable[[RealPeer], None]
+) -> None:
+    """Also the peer that founded the run."""
+    leaver = swarm.four(ROUND_SECONDS)[place]
     others_decide([leaver], time.time(), ROUND_SECONDS)
     time.sleep(0.5)  # the next round is under way
     asked, before = time.time(), leaver.last()["round"]
