@@ -21,7 +21,7 @@ from protocols.consensus.record import Record
 from protocols.streams.endpoint import ProtocolEndpoint
 
 RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
-STILL_SECONDS = 0.5
+OWN_PART_SECONDS = 0.5
 """Besides half of the data phase: how long no data comes in until a part of a decided mean is asked of the voters, who
 all hold it. Its reducer may be stopped."""
 
@@ -148,7 +148,7 @@ class MissingParts:
             voters = records.drawn(lot, (member.peer for member in self._head.roster))
         holders = (*(peer for peer in records.drawn(lot, mates) if peer not in voters), *voters)
 
-        still_seconds = STILL_SECONDS + self._vote.phase_seconds / 2
+        still_seconds = OWN_PART_SECONDS + self._vote.phase_seconds / 2
 
         async def one(index: int) -> ReducedPart | None:
             async with turn:
