@@ -325,8 +325,12 @@ class ClusteredAllReduce(AllReduce):
         if isinstance(opening, ContributePartial):
             return await self._serve_cluster(peer, stream, opening)
         part = opening.part
-        if peer not in self.task.resolved.peers or part >= len(self.clusters.plan.reducers):
-            raise BadPayload("not of the cluster, or no part of the plan")
+        if part >= len(self.clusters.plan.reducers):
+            raise BadPayload("no part of the plan")
+        if (
+            peer not in self.task.resolved.peers
+        ):  # maybe this peer moved, and its other lead has not told it the plan yet
+            raise PeerSilent(peer, "it is not in this peer's cluster")
         self._check_codec(opening.codec)
         deadline = min(stream.deadline, self.task.deadline)
         if not await self._notifier.reached(lambda: self._group is not None, deadline):

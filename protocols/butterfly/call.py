@@ -389,7 +389,8 @@ class RoundStart:
         if self._me in self._roster:
             raise BadPayload("a lead's plan for its cluster, sent to a voter")
         if isinstance(message, ClusterPlan):
-            self.on_plan(self.cluster.take(peer, message))
+            if taken := self.cluster.take(peer, message):
+                self.on_plan(taken)
         elif all(member.peer != peer for member in self._roster):
             raise BadPayload("a version of a plan, from a peer that is not a voter")
         else:

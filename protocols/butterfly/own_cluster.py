@@ -126,13 +126,16 @@ class OwnCluster:
 
     # -- at its members -----------------------------------------------------------------------------------------------
 
-    def take(self, peer: PeerId, message: ClusterPlan) -> PlanOutline:
+    def take(self, peer: PeerId, message: ClusterPlan) -> PlanOutline | None:
         """Take the offers of this peer's cluster from a member of it. Returns the plan; the rest of it is not checked.
 
-        Raises BadPayload if they are not those of the cluster.
+        None if an earlier incarnation of this peer is in the cluster. Raises BadPayload if the offers are not those of
+        the cluster.
         """
         plan, cluster, key = message.plan, message.cluster, self._inputs.key
         leads, members = clustered_plan.leads_in(plan.leads, self._roster), [each.member for each in message.offers]
+        if self._me not in members and any(member.peer == self._me.peer for member in members):
+            return None
         led = dict(zip(leads, plan.clusters, strict=False)).get(cluster.lead)
         if led is None or self._me not in members or all(member.peer != peer for member in members):
             raise BadPayload("a plan for a cluster that is not in it, or in which its sender or this peer is not")

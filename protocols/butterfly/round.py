@@ -481,8 +481,7 @@ class Round:
         """Keep a plan from another member of the cluster until the lead is lost. Raises BadPayload if it is of none."""
         if self.me in self.head.roster:
             raise BadPayload("a plan for a cluster, sent to a voter by another peer than its lead")
-        if self.call.resolved is None:
-            self.cluster.take(peer, message)
+        if self.call.resolved is None and self.cluster.take(peer, message):
             self._from_mates[peer] = message
             self._take_from_mates()
 

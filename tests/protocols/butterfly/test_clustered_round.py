@@ -12,7 +12,7 @@ import pytest
 
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.clustered_plan import ClusterPlan, ClusterReady, ClusterVersion, PackedPlan
-from protocols.base import BadPayload, Buffer, Header, PeerId
+from protocols.base import BadPayload, Buffer, Header, Member, PeerId
 from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.consensus import record as records
 from protocols.consensus.messages import MeanDecided, Propose
@@ -477,6 +477,8 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         attempt("v2", "v1", later, "version to a voter")
         attempt("v1.1", "v2", replace(honest, cluster=swarm.offered[2]), "plan of another cluster")
         attempt("v1.1", "v1.2", replace(honest, plan=swapped), "plan of a mate, which is only ignored")
+        before = (offers[0], replace(offers[1], member=Member("v1.1", 5)), offers[2])
+        attempt("v1.1", "v1", replace(honest, offers=before), "plan for another incarnation, which is only ignored")
         attempt("v1.1", "v1.2", later, "version of a mate")
         attempt("v1.1", "v0", later, "version of another lead, which is only ignored")
         assert swarm.rounds["v1.1"].call.resolved is plan
