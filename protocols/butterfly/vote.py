@@ -299,10 +299,14 @@ class RoundVote:
                 self._accounting.name(peer, f"refused: {why}")
 
     def _inform_observers(self, certificate: Certificate) -> None:
+        """Send the certificate or, to members of this lead's cluster, the votes: they hold the mean, or ask for the
+        record. If this lead leaves it may not answer, so it sends them the certificate.
+        """
         admitted = self.decided.roster if self.decided else ()  # the vote itself informs these
         observers = [peer for peer, member in self.observers.items() if member not in admitted]
         record = self.decided
-        mates = {*self.mates(record.plan)} if record and record.kind == Kind.MEAN else set()
+        stays = self._me.peer not in self.leaving
+        mates = {*self.mates(record.plan)} if record and record.kind == Kind.MEAN and stays else set()
         for peer in dict.fromkeys((*observers, *sorted(self.to_tell()))):
             knows = peer in mates and peer not in observers
             self._post.send(peer, self.tally.abridged(certificate) if knows else certificate)

@@ -62,6 +62,11 @@ class Account:
         elif report["outcome"] == "undecided" and self._could(attempt, attempt.entered.get(peer, now), now, peer):
             attempt.missed[peer] += 1
 
+    def note_cluster(self, report: dict[str, Any]) -> None:
+        """Note who is in the cluster of a liar. The others of it may all have learned of the round later."""
+        if (attempt := self.attempts.get(report["parent"])) and report["outcome"] == "committed":
+            attempt.clusters.add(frozenset(report["contributions"]))
+
     def _could(self, attempt: Attempt, since: float, until: float, peer: PeerId | None = None) -> bool:
         """Whether a majority of the roster, including `peer`, was alive and mutually connected."""
         count = majority(len(attempt.roster))

@@ -309,7 +309,7 @@ class World(SimSwarm):
             return
         self.histories[report["peer"]].append(report)
         if report["peer"] in self.liars:
-            return
+            return self.account.note_cluster(report)
         self.account.reported(report, self.now)
         self._early += called_early(self.replicas.get(report["peer"]), report)
         if self.satisfied():

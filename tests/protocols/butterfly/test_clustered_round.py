@@ -361,6 +361,30 @@ async def test_cluster_takes_the_record_of_a_mean_only_with_its_votes(swarm: Vot
     assert {fault.peer for name in cluster for fault in swarm.results[name].blamed} == ({liar} if is_forged else set())
 
 
+@simulated(VotingClusters, 3, 3, 3)
+async def test_lead_that_leaves_sends_its_cluster_the_whole_certificate(
+    swarm: VotingClusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not be there when a member that lacks the mean asks for the record."""
+    monkeypatch.setattr(ClusteredStart, "is_told", lambda self: True)  # they have leads
+    told = set[PeerId]()
+
+    def note(said: MeanDecided, to: PeerId) -> MeanDecided:
+        told.add(to)
+        return said
+
+    for voter in swarm.voters:
+        lie(swarm, voter, MeanDecided, note)
+
+    async def leave() -> None:
+        await until(lambda: "v1" in swarm.rounds)
+        swarm.rounds["v1"].vote.leaving.add("v1")
+
+    await swarm.average(leave())
+    swarm.decided(swarm.names)
+    assert told == {"v0.1", "v0.2", "v2.1", "v2.2"}
+
+
 @pytest.mark.parametrize("what", ["not to all", "another plan for some", "another plan for the others"])
 @simulated(lambda what: VotingClusters(3, 3, 3))
 async def test_lying_coordinator_leaves_one_mean(swarm: VotingClusters, what: str) -> None:
