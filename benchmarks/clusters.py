@@ -24,12 +24,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from protocols.base import Member
 from protocols.consensus.record import coordinators
-from tests.sim.arguments import Parser, at_least_one
+from tests.faults.shell import from_shell
+from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.support.checkers import DECIDED, Report
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
@@ -199,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peers", type=at_least_one, default=24)
     parser.add_argument("--voters", type=at_least_one, default=8)
     parser.add_argument("--rounds", type=at_least_one, default=20)
-    parser.add_argument("--kills", type=int, default=0, help="of each victim")
+    parser.add_argument("--kills", type=partial(at_least, 0), default=0, help="of each victim")
     parser.add_argument("--victims", type=victims, default=VICTIMS, help=f"some of {','.join(VICTIMS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -223,4 +225,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.clusters", cure=""))

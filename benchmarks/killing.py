@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.checkers import DECIDED, Report
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
@@ -171,4 +172,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.killing", cure=""))

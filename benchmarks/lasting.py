@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.checkers import DECIDED, Report
 from tests.support.paths import REPOSITORY
@@ -185,4 +186,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.lasting", cure=""))

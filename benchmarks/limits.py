@@ -39,6 +39,7 @@ from node.streams.byte_meter import Direction
 from protocols import wire
 from protocols.base import PeerId, Stream
 from protocols.streams.framing import BULK_METHODS
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
@@ -185,4 +186,4 @@ def _rows(cases: Sequence[str], options: argparse.Namespace) -> Sequence[dict[st
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.limits", cure=""))

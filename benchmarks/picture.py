@@ -26,6 +26,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from tests.faults.shell import from_shell
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.checkers import DECIDED, Report
 from tests.support.real_swarm import RealPeer, RealSwarm, wait
@@ -189,4 +190,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(from_shell(main, "python -m benchmarks.picture", cure=""))
