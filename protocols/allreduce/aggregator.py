@@ -15,13 +15,11 @@ from dataclasses import replace
 from protocols import wire
 from protocols.aio import Notifier, run_with_helper
 from protocols.allreduce.all_reduce import WINDOW_CHUNKS, Reducer, receive_part, send_part
-from protocols.allreduce.clustered_plan import (
-    CLUSTER_PACE,
+from protocols.allreduce.clustered_messages import (
     MASK_BYTES,
-    MEMBER_PACE,
     ContributePartial,
-    ResolvedClusters,
 )
+from protocols.allreduce.clustered_plan import CLUSTER_PACE, MEMBER_PACE, ResolvedClusters
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream, Vector

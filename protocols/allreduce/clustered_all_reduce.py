@@ -18,7 +18,13 @@ from protocols.aio import loop_time, run_with_helper, task_group
 from protocols.allreduce import clustered_plan
 from protocols.allreduce.aggregator import Aggregator, PartialReducer, Relay
 from protocols.allreduce.all_reduce import DATA, AllReduce, contribute
-from protocols.allreduce.clustered_plan import ContributePartial, MemberOffer, ResolvedClusters, RoundPlan
+from protocols.allreduce.clustered_messages import (
+    ContributePartial,
+    MemberOffer,
+    member_offers,
+    whole_offers,
+)
+from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream
@@ -47,7 +53,7 @@ class ClusteredAllReduce(AllReduce):
         assert task.clusters
         self.clusters: ResolvedClusters = task.clusters
         self._me, self._lead = task.host.me, self.clusters.peers[task.cluster]
-        self._offers = clustered_plan.member_offers(task.resolved.plan.offers)
+        self._offers = member_offers(task.resolved.plan.offers)
         self._partials: dict[int, PartialReducer] = {}  # of the parts that this voter reduces
         self._aggregators: dict[int, Aggregator] = {}
         self._relays: dict[int, Relay] = {}  # an aggregator's, too
@@ -367,7 +373,7 @@ class ClusteredAllReduce(AllReduce):
             if cluster not in self._known:
                 clusters, signer = self.clusters, self.task.host.signer
                 offered = clusters.offered[cluster]
-                offers = clustered_plan.whole_offers(offered, members_offers)
+                offers = whole_offers(offered, members_offers)
                 check = partial(clustered_plan.check_offers, clusters.inputs, offered, offers, signer.verify)
                 await self.task.host.compute.run(check, 0)
                 members = clustered_plan.resolve_cluster(clusters, cluster, offers)

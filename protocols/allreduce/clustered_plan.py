@@ -6,15 +6,12 @@ the rules of `protocols.allreduce.plan`: clip factors, and which member aggregat
 can check it, and what the lead claims of them: the members, and the reducers of the parts.
 
 Voters check a plan against all clusters' offers. A member of a cluster gets an outline of it, which says what follows
-from them, and its own cluster's offers. The hash of a plan is that of its outline. So a record that names it shows that
-a majority of the voters found the same.
+from them (`protocols.allreduce.clustered_messages`). A record that names the outline's hash shows that a majority of
+the voters found the same.
 """
-
-# ruff: noqa: RUF009 - a field's bound is its default
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,251 +20,36 @@ from statistics import median_low
 from typing import TypeAlias
 
 from protocols.allreduce import plan as planning
-from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, PlanInputs, ResolvedPlan
-from protocols.base import BadPayload, Header, Member, PeerId, RoundKey
-from protocols.consensus.record import ClusterDigest, drawn
-from protocols.wire import (
-    MAX_NORM,
-    MAX_ROSTER,
-    MAX_SECONDS,
-    MAX_TOKENS,
-    Offer,
-    Partial,
-    Plan,
-    blob,
-    canonical_bytes,
-    digest,
-    flag,
-    list_of,
-    one,
-    peer_id,
-    real,
-    register,
-    short_uints,
-    text,
-    uint,
+from protocols.allreduce.clustered_messages import (
+    MASK_BYTES,
+    MAX_CLUSTER,
+    ClusteredPlan,
+    ClusterOffer,
+    ClusterReady,
+    OfferToLead,
+    PlanOutline,
+    cluster_digest,
+    clustered_digest,
+    coded_norm,
+    leads_in,
+    mask_of,
+    norm_code,
+    offers_digest,
 )
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, PlanInputs, ResolvedPlan
+from protocols.base import BadPayload, Member, PeerId
+from protocols.consensus.record import ClusterDigest, drawn
+from protocols.wire import MAX_SECONDS, Offer, Plan
 
-MAX_CLUSTER = 32  # the lead included: one bit of a member mask for each
-MASK_BYTES = 4  # of a member mask
 SLOWEST_SHARE = 0.1
 """Share of the claims that expected times leave out. Of a thousand peers one is always sixteen times slower."""
 
-MAX_NORM_CODE = (1 << 16) - 1
-_NORM_BIAS = 128  # of the exponent in a norm's code
 
 Verify = Callable[[PeerId, bytes, bytes], bool]
 """(peer, message, signature) -> whether the signature is genuine."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfferToLead(Header):
-    """A peer's offer to the lead of its cluster. Its signature covers the lead: no other cluster can use the offer."""
-
-    key: RoundKey = one(RoundKey)
-    lead: PeerId = peer_id()
-    offer: Offer = one(Offer)
-
-    def signed(self) -> bytes:
-        return b"starling cluster member" + canonical_bytes(replace(self, offer=replace(self.offer, signature=b"")))
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterOffer:
-    """What a cluster contributes to a round. All but `complete` follows from its members' offers."""
-
-    lead: Member = one(Member)
-    tokens: tuple[int, ...] = list_of(uint(MAX_TOKENS), MAX_CLUSTER)  # of each member, in their order
-    norms: tuple[int, ...] = short_uints(MAX_CLUSTER)  # the same, as `norm_code`
-    step_seconds: float = real(0, MAX_SECONDS)  # all but the slowest tenth take at most so long for a step
-    pace: float = real(1, 1e13)  # bytes/s that all but the slowest tenth of the members send
-    bandwidth: float = real(1, 1e13)  # of the lead, which reduces for all clusters
-    complete: bool = flag()
-    leaving: bool = flag()  # the lead, after this round
-    state_root: bytes = digest()
-    offers: bytes = digest()  # `offers_digest`
-    signature: bytes = blob(128)
-
-    @property
-    def size(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def well_formed(self) -> bool:
-        """Whether it has members, and as many norms."""
-        return 0 < len(self.tokens) == len(self.norms)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterReady(Header):
-    """A lead's offer for its cluster, to the coordinators."""
-
-    key: RoundKey = one(RoundKey)
-    offer: ClusterOffer = one(ClusterOffer)
-
-    def signed(self) -> bytes:
-        return b"starling cluster offer" + canonical_bytes(replace(self, offer=replace(self.offer, signature=b"")))
-
-
-@dataclass(frozen=True, slots=True)
-class ClusteredPlan:
-    """The coordinator's plan of a round of clusters, as `wire.Plan` is one of members."""
-
-    key: RoundKey
-    ballot: int
-    version: int
-    clusters: tuple[ClusterOffer, ...]  # in the order that bit masks and sums use
-    bounds: tuple[int, ...]
-    reducers: tuple[int, ...]  # part -> index of the cluster whose lead reduces
-    cut_seconds: float
-    budget_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCluster:
-    """A `ClusterOffer` in a plan, which has its lead and its state."""
-
-    tokens: tuple[int, ...] = list_of(uint(MAX_TOKENS), MAX_CLUSTER)
-    norms: tuple[int, ...] = short_uints(MAX_CLUSTER)
-    step_seconds: float = real(0, MAX_SECONDS)
-    pace: float = real(1, 1e13)
-    bandwidth: float = real(1, 1e13)
-    complete: bool = flag()
-    leaving: bool = flag()
-    offers: bytes = digest()
-    signature: bytes = blob(128)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPlan(Header):
-    """A `ClusteredPlan` on its way to a voter, which knows the roster. All clusters begin from one state."""
-
-    key: RoundKey = one(RoundKey)
-    ballot: int = uint(1 << 20)
-    version: int = uint(1 << 20)
-    leads: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each member of the roster, in order
-    state_root: bytes = digest()
-    clusters: tuple[PlannedCluster, ...] = list_of(one(PlannedCluster), MAX_ROSTER)
-    bounds: tuple[int, ...] = list_of(uint(1 << 48), MAX_ROSTER + 1)
-    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
-    cut_seconds: float = real(0, MAX_SECONDS)
-    budget_seconds: float = real(0, MAX_SECONDS)
-
-
-@dataclass(frozen=True, slots=True)
-class MemberOffer:
-    """A member's offer beside that of its cluster, which has its tokens and its state."""
-
-    member: Member = one(Member)
-    norm: float = real(0, MAX_NORM)
-    step_seconds: float = real(0, MAX_SECONDS)
-    complete: bool = flag()
-    leaving: bool = flag()
-    bandwidth: float = real(1, 1e13)
-    signature: bytes = blob(128)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOutline:
-    """What members of clusters need of a `ClusteredPlan`, and all that its hash covers."""
-
-    ballot: int = uint(1 << 20)
-    version: int = uint(1 << 20)
-    leads: int = uint((1 << MAX_ROSTER) - 1)  # a bit for each member of the roster, in order
-    clusters: tuple[ClusterDigest, ...] = list_of(one(ClusterDigest), MAX_ROSTER)
-    bounds: tuple[int, ...] = list_of(uint(1 << 48), MAX_ROSTER + 1)
-    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
-    cut_seconds: float = real(0, MAX_SECONDS)
-    budget_seconds: float = real(0, MAX_SECONDS)
-    median_tokens: int = uint(MAX_TOKENS)  # as `median_tokens`
-    median_norm: int = uint(MAX_NORM_CODE)  # the `norm_code` of `median_norm`
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterPlan(Header):
-    """A lead passes the plan on to its cluster, with the offers of that one. If it is lost, a member does."""
-
-    key: RoundKey = one(RoundKey)
-    plan: PlanOutline = one(PlanOutline)
-    cluster: ClusterOffer = one(ClusterOffer)
-    offers: tuple[MemberOffer, ...] = list_of(one(MemberOffer), MAX_CLUSTER)
-
-    @property
-    def lead(self) -> PeerId:
-        return self.cluster.lead.peer
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterVersion(Header):
-    """A lead, or the voter that stands in for it, tells the cluster of a later version of the plan with this digest."""
-
-    key: RoundKey = one(RoundKey)
-    plan: bytes = digest()
-    ballot: int = uint(1 << 20)
-    version: int = uint(1 << 20)
-    reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
-
-
-@dataclass(frozen=True, slots=True)
-class ContributePartial(Header):
-    """Opens a data stream from a cluster to the reducer of `part`, which sends reduced chunks back. Partials follow,
-    unless the sender `relays` only: its cluster's aggregator is lost.
-    """
-
-    key: RoundKey = one(RoundKey)
-    plan: bytes = digest()
-    part: int = uint(MAX_ROSTER)
-    codec: str = text(16)
-    cluster: int = uint(MAX_ROSTER)
-    offers: tuple[MemberOffer, ...] = list_of(one(MemberOffer), MAX_CLUSTER)
-    relays: bool = flag()
-
-
-register(220, (OfferToLead, ClusterReady, PackedPlan, ClusterPlan, ContributePartial, Partial))
-register(228, (ClusterVersion,))
-
-
 # -- a cluster and its offers -----------------------------------------------------------------------------------------
-
-
-def offers_digest(key: RoundKey, lead: PeerId, offers: Sequence[Offer]) -> bytes:
-    """The digest by which a cluster's offer names those of its members, with their signatures."""
-    signed = (canonical_bytes(OfferToLead(key, lead, offer)) for offer in offers)
-    return hashlib.sha256(b"starling cluster" + b"".join(signed)).digest()
-
-
-def cluster_digest(key: RoundKey, cluster: ClusterOffer) -> ClusterDigest:
-    """How records and outlines name a cluster's offer, and with it those of its members."""
-    return ClusterDigest(hashlib.sha256(ClusterReady(key, cluster).signed()).digest(), cluster.size)
-
-
-def member_offers(offers: Sequence[Offer]) -> tuple[MemberOffer, ...]:
-    return tuple(
-        MemberOffer(
-            each.member, each.norm, each.step_seconds, each.complete, each.leaving, each.bandwidth, each.signature
-        )
-        for each in offers
-    )
-
-
-def whole_offers(cluster: ClusterOffer, offers: Sequence[MemberOffer]) -> tuple[Offer, ...]:
-    """The offers of a cluster's members, not checked. Raises BadPayload if they are not as many as its offer says."""
-    if len(offers) != cluster.size:
-        raise BadPayload("other offers than those of the cluster's members")
-    return tuple(
-        Offer(
-            member=each.member,
-            tokens=tokens,
-            norm=each.norm,
-            step_seconds=each.step_seconds,
-            complete=each.complete,
-            leaving=each.leaving,
-            bandwidth=each.bandwidth,
-            state_root=cluster.state_root,
-            signature=each.signature,
-        )
-        for each, tokens in zip(offers, cluster.tokens, strict=True)
-    )
 
 
 def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer], complete: bool) -> ClusterOffer:
@@ -286,20 +68,6 @@ def make_cluster_offer(inputs: PlanInputs, lead: Member, offers: Sequence[Offer]
         offers=offers_digest(inputs.key, lead.peer, offers),
         signature=b"",
     )
-
-
-def norm_code(norm: float) -> int:
-    """A norm in 16 bits, rounded up to one of 256 in each octave: 0 for none, else its exponent and its fraction.
-
-    Integers, and no logarithm, so that all machines get the same one.
-    """
-    fraction, exponent = math.frexp(norm)
-    code = ((exponent + _NORM_BIAS) << 8) + math.ceil(fraction * 512) - 256
-    return max(1, min(code, MAX_NORM_CODE)) if norm > 0 else 0
-
-
-def coded_norm(code: int) -> float:
-    return math.ldexp(256 + (code & 255), (code >> 8) - _NORM_BIAS - 9) if code else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -364,82 +132,12 @@ def _cluster_seconds(clusters: Sequence[ClusterOffer], total_bytes: int, growth:
     return quantile(each, 1 - SLOWEST_SHARE)
 
 
-def packed(plan: ClusteredPlan, roster: Sequence[Member]) -> PackedPlan:
-    """Pack a plan for voters. Its leads are members, in order, and begin from one state."""
-    return PackedPlan(
-        key=plan.key,
-        ballot=plan.ballot,
-        version=plan.version,
-        leads=_mask_of(plan, roster),
-        state_root=plan.clusters[0].state_root,
-        clusters=tuple(
-            PlannedCluster(
-                tokens=each.tokens,
-                norms=each.norms,
-                step_seconds=each.step_seconds,
-                pace=each.pace,
-                bandwidth=each.bandwidth,
-                complete=each.complete,
-                leaving=each.leaving,
-                offers=each.offers,
-                signature=each.signature,
-            )
-            for each in plan.clusters
-        ),
-        bounds=plan.bounds,
-        reducers=plan.reducers,
-        cut_seconds=plan.cut_seconds,
-        budget_seconds=plan.budget_seconds,
-    )
-
-
-def unpacked(message: PackedPlan, roster: Sequence[Member]) -> ClusteredPlan:
-    """The plan that was `packed`, not checked. Raises BadPayload if it has not one cluster for each lead."""
-    leads = leads_in(message.leads, roster)
-    if len(leads) != len(message.clusters) or message.leads >> len(roster):
-        raise BadPayload("the plan's leads are not members of the roster, each with a cluster")
-    return ClusteredPlan(
-        key=message.key,
-        ballot=message.ballot,
-        version=message.version,
-        clusters=tuple(
-            ClusterOffer(
-                lead=lead,
-                tokens=each.tokens,
-                norms=each.norms,
-                step_seconds=each.step_seconds,
-                pace=each.pace,
-                bandwidth=each.bandwidth,
-                complete=each.complete,
-                leaving=each.leaving,
-                state_root=message.state_root,
-                offers=each.offers,
-                signature=each.signature,
-            )
-            for lead, each in zip(leads, message.clusters, strict=True)
-        ),
-        bounds=message.bounds,
-        reducers=message.reducers,
-        cut_seconds=message.cut_seconds,
-        budget_seconds=message.budget_seconds,
-    )
-
-
-def leads_in(mask: int, roster: Sequence[Member]) -> tuple[Member, ...]:
-    return tuple(member for bit, member in enumerate(sorted(roster)) if mask >> bit & 1)
-
-
-def _mask_of(plan: ClusteredPlan, roster: Sequence[Member]) -> int:
-    leads = {cluster.lead for cluster in plan.clusters}
-    return sum(1 << bit for bit, member in enumerate(sorted(roster)) if member in leads)
-
-
 def outline_of(plan: ClusteredPlan, roster: Sequence[Member]) -> PlanOutline:
     """The outline of a valid plan."""
     return PlanOutline(
         ballot=plan.ballot,
         version=plan.version,
-        leads=_mask_of(plan, roster),
+        leads=mask_of(plan, roster),
         clusters=tuple(cluster_digest(plan.key, cluster) for cluster in plan.clusters),
         bounds=plan.bounds,
         reducers=plan.reducers,
@@ -448,12 +146,6 @@ def outline_of(plan: ClusteredPlan, roster: Sequence[Member]) -> PlanOutline:
         median_tokens=median_tokens([cluster.tokens for cluster in plan.clusters]),
         median_norm=norm_code(median_norm(plan.clusters)),
     )
-
-
-def clustered_digest(key: RoundKey, outline: PlanOutline) -> bytes:
-    """Digest of what is averaged and in which parts, as `plan.plan_digest`."""
-    body = canonical_bytes(key) + canonical_bytes(replace(outline, ballot=0, version=0, reducers=()))
-    return hashlib.sha256(b"starling clustered plan" + body).digest()
 
 
 def check_clustered_plan(plan: ClusteredPlan, inputs: PlanInputs, roster: Sequence[Member], verify: Verify) -> None:

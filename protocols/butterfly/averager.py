@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, BandwidthClaim
-from protocols.allreduce.clustered_plan import (
+from protocols.allreduce.clustered_messages import (
     ClusterPlan,
     ClusterReady,
     ClusterVersion,

@@ -20,16 +20,15 @@ from dataclasses import dataclass, replace
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce import clustered_plan
 from protocols.allreduce import plan as planning
-from protocols.allreduce.clustered_plan import (
+from protocols.allreduce.clustered_messages import (
     ClusteredPlan,
     ClusterPlan,
     ClusterReady,
     ClusterVersion,
     OfferToLead,
     PlanOutline,
-    ResolvedClusters,
-    RoundPlan,
 )
+from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import (
     AveragingResult,

@@ -20,7 +20,13 @@ from typing import Any
 from protocols.aio import loop_time
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce import plan as planning
-from protocols.allreduce.clustered_plan import ClusteredPlan, ClusterOffer, ClusterReady, OfferToLead, PlanOutline
+from protocols.allreduce.clustered_messages import (
+    ClusteredPlan,
+    ClusterOffer,
+    ClusterReady,
+    OfferToLead,
+    PlanOutline,
+)
 from protocols.base import AveragingResult, BadPayload, Header, LocalProgress, PeerId
 from protocols.butterfly.attaching import Attachment
 from protocols.butterfly.call import GROWTH, Resting, RoundStart, recency

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
-from protocols.allreduce.clustered_plan import ClusteredPlan, ResolvedClusters, RoundPlan, packed, reassign_parts
+from protocols.allreduce.clustered_messages import (
+    ClusteredPlan,
+    packed,
+)
+from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan, reassign_parts
 from protocols.allreduce.parts import ReducedPart, part_message
 from protocols.base import Deadline, PeerId
 from protocols.butterfly.round import Round, mean_record

@@ -14,16 +14,20 @@ from dataclasses import replace
 from operator import or_
 
 from protocols.allreduce import clustered_plan
-from protocols.allreduce.clustered_plan import (
+from protocols.allreduce.clustered_messages import (
     ClusterOffer,
     ClusterPlan,
     ClusterReady,
     ClusterVersion,
     ContributePartial,
     PlanOutline,
-    ResolvedClusters,
-    Verify,
+    cluster_digest,
+    clustered_digest,
+    leads_in,
+    member_offers,
+    whole_offers,
 )
+from protocols.allreduce.clustered_plan import ResolvedClusters, Verify
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
 from protocols.base import AveragingResult, BadPayload, Contribution, Member, PeerId
@@ -59,7 +63,7 @@ class OwnCluster:
 
     def keep(self, cluster: ClusterOffer, offers: Sequence[Offer]) -> None:
         """Keep the checked offers of a cluster's members. This peer's own one is among them."""
-        self._offers[clustered_plan.cluster_digest(self._inputs.key, cluster)] = cluster, tuple(offers)
+        self._offers[cluster_digest(self._inputs.key, cluster)] = cluster, tuple(offers)
         while len(self._offers) > MAX_KEPT:
             del self._offers[next(iter(self._offers))]
 
@@ -112,7 +116,7 @@ class OwnCluster:
 
     def _tell_plan(self, mates: Sequence[PeerId]) -> None:
         if self.whole and self.members and self._cluster:
-            offers = clustered_plan.member_offers(self.members.plan.offers)
+            offers = member_offers(self.members.plan.offers)
             told = ClusterPlan(self._inputs.key, self.whole.outline, self._cluster, offers)
             for peer in mates:
                 self._post.send(peer, told)
@@ -133,21 +137,21 @@ class OwnCluster:
         the cluster.
         """
         plan, cluster, key = message.plan, message.cluster, self._inputs.key
-        leads, members = clustered_plan.leads_in(plan.leads, self._roster), [each.member for each in message.offers]
+        leads, members = leads_in(plan.leads, self._roster), [each.member for each in message.offers]
         if self._me not in members and any(member.peer == self._me.peer for member in members):
             return None
         led = dict(zip(leads, plan.clusters, strict=False)).get(cluster.lead)
         if led is None or self._me not in members or all(member.peer != peer for member in members):
             raise BadPayload("a plan for a cluster that is not in it, or in which its sender or this peer is not")
-        if led != clustered_plan.cluster_digest(key, cluster):
+        if led != cluster_digest(key, cluster):
             raise BadPayload("a plan that holds another offer of the cluster")
         if led in self._offers:
             return plan
         if not self._verify(message.lead, ClusterReady(key, cluster).signed(), cluster.signature):
             raise BadPayload(f"a forged offer of the cluster of {message.lead}")
-        offers = clustered_plan.whole_offers(cluster, message.offers)
+        offers = whole_offers(cluster, message.offers)
         clustered_plan.check_offers(self._inputs, cluster, offers, self._verify)
-        if self.whole and self.members and self.whole.digest == clustered_plan.clustered_digest(key, plan):
+        if self.whole and self.members and self.whole.digest == clustered_digest(key, plan):
             self._second = plan.clusters.index(led)
             self.second = clustered_plan.resolve_cluster(self.whole, self._second, offers)
         else:
@@ -214,7 +218,7 @@ class OwnCluster:
                         part,
                         codec,
                         self._second,
-                        clustered_plan.member_offers(second.plan.offers),
+                        member_offers(second.plan.offers),
                         False,
                     ),
                 )

@@ -18,7 +18,7 @@ from protocols.aio import Notifier, loop_time, task_group
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import DATA, AllReduce
 from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
-from protocols.allreduce.clustered_plan import (
+from protocols.allreduce.clustered_messages import (
     ClusteredPlan,
     ClusterPlan,
     ClusterReady,
@@ -26,10 +26,9 @@ from protocols.allreduce.clustered_plan import (
     ContributePartial,
     OfferToLead,
     PackedPlan,
-    ResolvedClusters,
-    RoundPlan,
     unpacked,
 )
+from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import DataPhase, PartFormat, ReducedPart
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
 from protocols.base import (

@@ -15,7 +15,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from protocols.aio import Notifier, loop_time
-from protocols.allreduce.clustered_plan import MAX_CLUSTER, ResolvedClusters, RoundPlan
+from protocols.allreduce.clustered_messages import (
+    MAX_CLUSTER,
+)
+from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId

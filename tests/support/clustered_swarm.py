@@ -15,14 +15,14 @@ import torch
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.all_reduce import DATA
 from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
-from protocols.allreduce.clustered_plan import (
+from protocols.allreduce.clustered_messages import (
     ClusteredPlan,
     ClusterOffer,
     ClusterReady,
     ContributePartial,
     OfferToLead,
-    ResolvedClusters,
 )
+from protocols.allreduce.clustered_plan import ResolvedClusters
 from protocols.allreduce.parts import ChunkPool, DataPhase, PartFormat, ReducedPart
 from protocols.allreduce.plan import PlanInputs
 from protocols.base import BadPayload, Member, PeerFault, PeerId, RoundKey, Settings, Stream, Vector

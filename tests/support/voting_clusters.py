@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from protocols.allreduce import clustered_plan as clustered
-from protocols.allreduce.clustered_plan import ClusteredPlan
+from protocols.allreduce.clustered_messages import (
+    ClusteredPlan,
+)
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import AveragingResult, Contribution, Head, LocalProgress, Member, Outcome, PeerId, Settings, Vector
 from protocols.butterfly.averager import Butterfly

@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce import plan as planning
 from protocols.allreduce.aggregator import norm_limit
+from protocols.allreduce.clustered_messages import (
+    coded_norm,
+    norm_code,
+)
 from protocols.allreduce.clustered_plan import ResolvedClusters
 from protocols.allreduce.plan import PlanInputs, ResolvedPlan
 from protocols.base import Member, RoundKey
@@ -48,10 +52,10 @@ def declaring(norms: Sequence[Sequence[float]], tokens: int = 100) -> tuple[Reso
 @given(norm=st.floats(0, MAX_NORM), other=st.floats(0, MAX_NORM))
 def test_code_of_a_norm_is_rounded_up_a_little(norm: float, other: float) -> None:
     """Rounded down, the median member would be clipped."""
-    decoded = clustered.coded_norm(clustered.norm_code(norm))
+    decoded = coded_norm(norm_code(norm))
     assert norm <= decoded and (decoded <= norm * ROUNDED or decoded < 1e-38)
     if norm <= other:
-        assert clustered.norm_code(norm) <= clustered.norm_code(other)
+        assert norm_code(norm) <= norm_code(other)
 
 
 @given(norms=st.lists(st.lists(NORMS, min_size=3, max_size=3), min_size=1, max_size=6))

@@ -14,7 +14,10 @@ import torch
 
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.all_reduce import DATA
-from protocols.allreduce.clustered_plan import ContributePartial, member_offers
+from protocols.allreduce.clustered_messages import (
+    ContributePartial,
+    member_offers,
+)
 from protocols.base import Buffer, Header, PeerError
 from protocols.streams.framing import FramedStream
 from protocols.vectors.robust import RobustAggregator

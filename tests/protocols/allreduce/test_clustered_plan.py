@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce import plan as planning
 from protocols.allreduce.aggregator import norm_limit
-from protocols.allreduce.clustered_plan import (
-    CLUSTER_PACE,
-    MEMBER_PACE,
+from protocols.allreduce.clustered_messages import (
     ClusteredPlan,
     ClusterOffer,
     ClusterPlan,
     ClusterReady,
     ContributePartial,
     OfferToLead,
-    ResolvedClusters,
+    member_offers,
+    offers_digest,
+    packed,
+    unpacked,
 )
+from protocols.allreduce.clustered_plan import CLUSTER_PACE, MEMBER_PACE, ResolvedClusters
 from protocols.allreduce.plan import PlanInputs
 from protocols.base import BadPayload, Member, PeerId, RoundKey
 from protocols.streams.chunks import HEADER_LIMIT
@@ -105,8 +107,8 @@ def test_cluster_that_does_not_follow_from_its_offers_is_refused() -> None:
 
 def test_digest_of_offers_covers_each_of_them_and_the_lead() -> None:
     offers = members_of("v0", 3)
-    found = {clustered.offers_digest(KEY, "v0", each) for each in (offers, *variants(offers))}
-    found.add(clustered.offers_digest(KEY, "v1", offers))
+    found = {offers_digest(KEY, "v0", each) for each in (offers, *variants(offers))}
+    found.add(offers_digest(KEY, "v1", offers))
     assert len(found) == len(list(variants(offers))) + 2
 
 
@@ -169,9 +171,9 @@ def test_largest_messages_fit_their_headers() -> None:
     plan = ClusteredPlan(key, 0, 0, (lead,) * 32, (1 << 48,) * 33, tuple(range(32)), 1.0, 1.0)
     roster = tuple(Member(f"{peer[:-2]}{number:02}", 1 << 40) for number in range(32))
     plan = replace(plan, clusters=tuple(replace(lead, lead=each) for each in roster))
-    outline, message = clustered.outline_of(plan, roster), clustered.packed(plan, roster)
-    assert clustered.unpacked(message, roster) == plan
-    offers = clustered.member_offers((many,) * 32)
+    outline, message = clustered.outline_of(plan, roster), packed(plan, roster)
+    assert unpacked(message, roster) == plan
+    offers = member_offers((many,) * 32)
     assert len(encode(message)) < 17_000 < MAX_HEADER_BYTES
     assert len(encode(ClusterPlan(key, outline, lead, offers))) < 8_000, "a lead sends it to 31 associates in turn"
     assert len(encode(ContributePartial(key, ROOT, 1, "int8", 1, offers, False))) < 6_000

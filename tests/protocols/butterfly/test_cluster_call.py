@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from protocols import wire
-from protocols.allreduce.clustered_plan import (
+from protocols.allreduce.clustered_messages import (
     ClusterOffer,
     ClusterReady,
     ClusterVersion,
     OfferToLead,
-    ResolvedClusters,
 )
+from protocols.allreduce.clustered_plan import ResolvedClusters
 from protocols.base import BadPayload, Header, Member, PeerId
 from protocols.butterfly.attachment import Attach, AttachReply
 from protocols.butterfly.call import RestingMembers

@@ -7,10 +7,12 @@ import functools
 
 import pytest
 
-from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.clustered_all_reduce import UNTOLD_SECONDS
-from protocols.allreduce.clustered_plan import ClusterPlan
+from protocols.allreduce.clustered_messages import (
+    ClusterPlan,
+    member_offers,
+)
 from protocols.base import BadPayload, Buffer, Header, Host, PeerId, Vector
 from protocols.butterfly.attachment import UNCOUNTED_ROUNDS
 from protocols.streams.framing import FramedStream
@@ -98,14 +100,14 @@ async def test_plan_told_to_some_only_gets_to_the_others(peers: CallingClusters,
     if early:
         knows = peers.rounds[told].cluster
         assert knows.whole and knows.members
-        plan, offers = knows.whole.outline, clustered.member_offers(knows.members.plan.offers)
+        plan, offers = knows.whole.outline, member_offers(knows.members.plan.offers)
         cluster, key = knows._cluster, knows.members.plan.key
         assert cluster
         stranger = next(name for name in peers.associates if peers.lead(name) not in (lost, None))
         await until(lambda: bool(exchange(peers, stranger, 3)), 10.0)
         theirs = peers.rounds[stranger].cluster
         assert theirs.members and theirs._cluster
-        strange = ClusterPlan(key, plan, theirs._cluster, clustered.member_offers(theirs.members.plan.offers))
+        strange = ClusterPlan(key, plan, theirs._cluster, member_offers(theirs.members.plan.offers))
         for name in others:
             peers.rounds[name].take(told, ClusterPlan(key, plan, cluster, offers))
             with pytest.raises(BadPayload):  # of another cluster, whose lead is well

@@ -11,7 +11,16 @@ from typing import Any, TypeAlias
 import pytest
 
 from protocols.allreduce import clustered_plan as clustered
-from protocols.allreduce.clustered_plan import ClusterPlan, ClusterReady, ClusterVersion, PackedPlan
+from protocols.allreduce.clustered_messages import (
+    ClusterPlan,
+    ClusterReady,
+    ClusterVersion,
+    PackedPlan,
+    cluster_digest,
+    member_offers,
+    packed,
+    unpacked,
+)
 from protocols.base import BadPayload, Buffer, Header, Member, PeerId
 from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.consensus import record as records
@@ -394,10 +403,10 @@ async def test_lying_coordinator_leaves_one_mean(swarm: VotingClusters, what: st
     def change(said: PackedPlan, to: PeerId) -> PackedPlan | None:
         if what == "not to all":
             return None if to == third else said
-        plan = clustered.unpacked(said, swarm.head.roster)
+        plan = unpacked(said, swarm.head.roster)
         clusters = [each for each in plan.clusters if each.lead.peer != second]
         other = clustered.make_clustered_plan(swarm.inputs(), clusters, CALL_SECONDS, plan.ballot)
-        return clustered.packed(other, swarm.head.roster) if to == third or what.endswith("others") else said
+        return packed(other, swarm.head.roster) if to == third or what.endswith("others") else said
 
     lie(swarm, liar, PackedPlan, change)
     await swarm.average()
@@ -493,7 +502,7 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         called = swarm.versions[0]
         plan = swarm.rounds["v1.1"].call.resolved
         assert isinstance(plan, clustered.ResolvedClusters)
-        offers = clustered.member_offers(swarm.offers[1])
+        offers = member_offers(swarm.offers[1])
         honest = ClusterPlan(KEY, plan.outline, swarm.offered[1], offers)
         later = ClusterVersion(KEY, plan.digest, 0, 9, plan.plan.reducers[::-1])
         swapped = replace(plan.outline, version=1, reducers=(7, 0, 0))
@@ -511,12 +520,12 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         forged = (*swarm.offers[1][:2], replace(swarm.offers[1][2], norm=2 * swarm.offers[1][2].norm))
         fresh = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, forged, True)
         fresh = replace(fresh, signature=SimSigner("v1", swarm.seed).sign(ClusterReady(KEY, fresh).signed()))
-        named = clustered.cluster_digest(KEY, fresh)
+        named = cluster_digest(KEY, fresh)
         other = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
-        attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, clustered.member_offers(forged)), "forged offers")
+        attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, member_offers(forged)), "forged offers")
         attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, offers[:2]), "fewer offers")
         pair = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, swarm.offers[1][:2], True)
-        named = clustered.cluster_digest(KEY, pair)
+        named = cluster_digest(KEY, pair)
         paired = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
         attempt("v1.1", "v1", ClusterPlan(KEY, paired, pair, offers[:2]), "cluster that its lead has not signed")
         attempt("v1.1", "v1", ClusterPlan(KEY, other, swarm.offered[1], offers), "another cluster than the plan's")
@@ -570,11 +579,11 @@ async def test_run_without_clusters_takes_no_plan_of_them(swarm: VotingClusters)
 
     async def try_all() -> None:
         first, second, _ = swarm.order
-        offers = clustered.member_offers(swarm.offers[1])
+        offers = member_offers(swarm.offers[1])
         told = ClusterPlan(KEY, swarm.versions[0].outline, swarm.offered[1], offers)
         await asyncio.sleep(0.1)
         for receiver, sender, message in (
-            (second, first, clustered.packed(swarm.plan, swarm.head.roster)),
+            (second, first, packed(swarm.plan, swarm.head.roster)),
             ("v1.1", "v1", told),
         ):
             with pytest.raises(BadPayload, match="which this run has not") as error:

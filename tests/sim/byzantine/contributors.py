@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from protocols import wire
-from protocols.allreduce.clustered_plan import OfferToLead
+from protocols.allreduce.clustered_messages import (
+    OfferToLead,
+)
 from protocols.allreduce.plan import offer_message
 from protocols.base import Buffer, Header, Signer
 from protocols.streams.framing import FramedStream
