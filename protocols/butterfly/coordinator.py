@@ -19,7 +19,8 @@ from protocols.allreduce.clustered_messages import (
 from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan, reassign_parts
 from protocols.allreduce.parts import ReducedPart, part_message
 from protocols.base import Deadline, PeerId
-from protocols.butterfly.round import Round, mean_record
+from protocols.butterfly.round import Round
+from protocols.butterfly.vote import mean_record
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.wire import MAX_ROSTER, PartDone, Plan

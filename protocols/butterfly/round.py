@@ -2,7 +2,8 @@
 
 The round is called (`protocols.butterfly.call`), the data phase runs, and the roster decides
 (`protocols.butterfly.vote`). The member fetches the parts that it lacks of the decision, and decodes them. An attempt
-that ends undecided leaves its vote and its parts to the next one.
+that ends undecided leaves its vote and its parts to the next one. What a peer without a vote does in another way is in
+`protocols.butterfly.associate`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from functools import partial
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, task_group
-from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import DATA, AllReduce
 from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
 from protocols.allreduce.clustered_messages import (
@@ -37,7 +37,6 @@ from protocols.base import (
     Deadline,
     Head,
     Header,
-    LinkFault,
     LocalProgress,
     Member,
     Outcome,
@@ -49,26 +48,23 @@ from protocols.base import (
     Vector,
 )
 from protocols.blobs.parts import PartCache
+from protocols.butterfly.associate import AssociateRound
 from protocols.butterfly.attaching import Attachment
-from protocols.butterfly.call import INFORMED, Resting, RoundStart
+from protocols.butterfly.call import Resting, RoundStart
 from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.missing_parts import MissingParts
 from protocols.butterfly.next_roster import NextRoster
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
-from protocols.consensus.messages import Certificate, MeanDecided, StartBallot, VoteMessage
-from protocols.consensus.record import Kind, Record
+from protocols.consensus.messages import MeanDecided, StartBallot, VoteMessage
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.vectors.coding import Codec
 from protocols.vectors.views import VectorView
-from protocols.wire import MAX_ROSTER, PartDigest
+from protocols.wire import MAX_ROSTER
 
 WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
-VOTE_SECONDS = 0.5  # after the data phase until an associate asks another voter than its lead what was decided
-ASK_SECONDS = 0.25
-"""Time for a peer in the next round to send this round's certificate, before another one is asked. Time without data
-until an associate that was told the votes for a mean, and does not hold that, asks for the record."""
+ASK_SECONDS = 0.25  # time for a peer in the next round to send this round's certificate, before another one is asked
 
 
 class Round:
@@ -105,8 +101,6 @@ class Round:
         self._seen = self.live_peers()  # in this attempt
         self._superseded = False
         self._result: AveragingResult | None = None
-        self._began = loop_time()
-        self._from_mates: dict[PeerId, ClusterPlan] = {}  # they wait until this peer loses sight of its lead
         self._running: asyncio.Task[None] | None = None
         start = partial(ClusteredStart, attachment=attachment, votes=vote.votes) if attachment else RoundStart
         self.call = start(
@@ -139,7 +133,18 @@ class Round:
         call = self.call  # the vote outlives this object
         vote.begin_attempt(head, self.changed, lambda: call.resolved)
         vote.to_tell, vote.mates = call.to_tell, call.cluster.mates
-        self._told: tuple[bytes, Certificate] | None = None  # digest of a record, and votes for it
+        self.associate = AssociateRound(
+            endpoint=endpoint,
+            head=head,
+            call=call,
+            vote=vote,
+            post=post,
+            voters=self._voters,
+            deadline=deadline,
+            changed=self.changed,
+            over=self.over,
+            exchange=lambda: self.exchange,
+        )
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ class Round:
         for peer in dict.fromkeys((*resolved.peers, *own.peers, *sorted(self._seen))):
             if peer not in live and peer != self.me.peer and self._sees(peer):
                 exchange.lose(peer, "gone")
-        self._share_plan()
+        self.associate.share_plan()
         if not self._overlaps:  # else training does not wait for the data, and others would wait for a long time
             self._part_cache.gate.close(task.deadline)
         self._running = group.create_task(exchange.run())
@@ -318,8 +323,7 @@ class Round:
             group.create_task(self._ask_ahead())
             group.create_task(self._decline())
             if not vote.votes:
-                group.create_task(self._ask_unless_told())
-                group.create_task(self._conclude_when_told())
+                group.create_task(self.associate.live())
             if not (vote.votes or vote.forks_only):
                 return
             vote.start()
@@ -358,57 +362,6 @@ class Round:
             version = await members.changed(version, self.deadline)
             self.changed.notify()
 
-    async def _ask_unless_told(self) -> None:
-        """Ask to be admitted and told what is decided, unless a lead tells it: then when that one is lost or late.
-
-        A lead that is stopped is lost after seconds. So the voter that stands by is asked before, by a peer that has
-        the whole mean.
-        """
-        has_asked = False
-        while self.call.is_told() and not self.over() and (now := loop_time()) < self._told_by():
-            if not has_asked and now >= self._lead_due():
-                has_asked = True
-                for standby in sorted({*self.cluster.standby()} - {self.cluster.lead}):
-                    self._request_admission(standby)
-            dues = self._told_by(), self._lead_due(), self._within(WATCH_SECONDS)
-            await self.until(self.over, min(due for due in dues if due > now))
-        if not self.over():
-            self._ask_admission()
-
-    async def _conclude_when_told(self) -> None:
-        """Take the votes that the lead sends, for the record of the mean that this peer holds.
-
-        It may hold the mean only later than a majority of the voters. While no more data comes, or if the record
-        changes the roster or complaints, it asks the lead for the record.
-        """
-        while await self.until(lambda: self._told is not None or self.over()) and self._told:
-            (digest, votes), self._told = self._told, None
-            while (record := self._expected_record()) is None and not self.over() and loop_time() < self._moves_until():
-                await self.until(lambda: self.over() or self._expected_record() is not None, self._moves_until())
-            if record is not None and records.lineage(record) == digest:
-                self.vote.receive(votes.sender.peer, replace(votes, record=record))
-            elif not self.over():
-                self._request_admission(votes.sender.peer)
-
-    def _moves_until(self) -> Deadline:
-        return min(self.deadline, self.exchange.moved + ASK_SECONDS) if self.exchange else 0.0
-
-    def _lead_due(self) -> Deadline:
-        """When an associate expects the certificate from its lead: the vote takes a part of the time of the data.
-
-        At once if a part was taken from that lead, which has not reduced it: it may be stopped.
-        """
-        exchange = self.exchange
-        if exchange is None or not exchange.complete:
-            return self.deadline
-        if self.cluster.lead_is_replaced:
-            return exchange.finished
-        return exchange.finished + VOTE_SECONDS + self.vote.phase_seconds / 2
-
-    def _told_by(self) -> Deadline:
-        resolved, patience_seconds = self.call.resolved, self.vote.patience_seconds
-        return self.call.cut_at + resolved.plan.budget_seconds + patience_seconds if resolved else self.deadline
-
     async def _watch_majority(self) -> None:
         while not self.over() and loop_time() < self.deadline:
             waits = not self.vote.votes and self._awaits_backup()
@@ -435,66 +388,13 @@ class Round:
             self.post.send(peer, StartBallot(self.head.key, self.me, self.vote.paxos.ballot, ()))
             await self.until(lambda: self.over() or peer not in self.live_peers(), self._within(ASK_SECONDS))  # noqa: B023
 
-    def _ask_admission(self) -> None:
-        """Ask the roster for admission, and former members too, since this member may have to fork with them.
-
-        While the roster is full, ask the coordinators of the first two ballots: they also send the certificate. In a
-        large run this peer sees few voters, and others would refuse it: then these are the first two that it sees.
-        """
-        tally, live = self.vote.tally, self.host.members.live()
-        former = [member.peer for member in live if self.vote.forks_only and tally.was_member(member)]
-        asked = records.coordinators(self.head.key.lineage, self.head.roster)
-        if len(asked) >= self._voters and not self.vote.forks_only:
-            here = {member.peer for member in live}
-            asked = tuple(peer for peer in asked if peer in here)[:INFORMED] or asked[:INFORMED]
-        for peer in dict.fromkeys((*asked, *former)):
-            self._request_admission(peer)
-
-    def _request_admission(self, peer: PeerId) -> None:
-        if peer != self.me.peer:
-            self.post.send(peer, wire.AdmissionRequest(self.head.key, self.me, self.head.state_root))
-
     # -- events -------------------------------------------------------------------------------------------------------
 
     def gone(self, peer: PeerId) -> None:
         if self.exchange and self._sees(peer):
             self.exchange.lose(peer, "gone")
         self.vote.gone(peer)
-        self._share_plan()
-        self._take_from_mates()
-
-    def _share_plan(self) -> None:
-        """Pass the plan of a lead that is lost on to members of the cluster of which nothing was heard."""
-        if self.me not in self.head.roster and self.cluster.lead not in self.live_peers() and not self.over():
-            self.cluster.share({peer for peer, at in self.vote.heard.items() if at >= self._began})
-
-    def _on_lead(self, peer: PeerId, message: ClusterPlan | ClusterVersion | MeanDecided) -> None:
-        if isinstance(message, MeanDecided):
-            self._on_mean_decided(peer, message)
-        elif isinstance(message, ClusterPlan) and peer != message.lead:
-            self._on_plan_of_mate(peer, message)
-        else:
-            self.call.on_lead(peer, message)
-
-    def _on_plan_of_mate(self, peer: PeerId, message: ClusterPlan) -> None:
-        """Keep a plan from another member of the cluster until the lead is lost. Raises BadPayload if it is of none."""
-        if self.me in self.head.roster:
-            raise BadPayload("a plan for a cluster, sent to a voter by another peer than its lead")
-        if self.call.resolved is None and self.cluster.take(peer, message):
-            self._from_mates[peer] = message
-            self._take_from_mates()
-
-    def _take_from_mates(self) -> None:
-        """Take the first plan of a lead that is lost, unless it has told this peer one itself."""
-        for peer, message in [*self._from_mates.items()]:
-            if message.lead in self.live_peers():
-                continue
-            del self._from_mates[peer]
-            try:
-                if self.call.resolved is None:
-                    self.call.on_lead(peer, message)
-            except BadPayload as error:
-                self.accounting.name(peer, f"refused: {error}")
+        self.associate.on_gone()
 
     def take(self, peer: PeerId, message: Header) -> None:
         self.vote.hear(peer)
@@ -513,7 +413,7 @@ class Round:
                     self.on_plan(message if isinstance(message, wire.Plan) else unpacked(message, self.head.roster))
                 self.vote.leaving |= self.call.leaving()
             case ClusterPlan() | ClusterVersion() | MeanDecided():
-                self._on_lead(peer, message)
+                self.associate.take(peer, message)
             case wire.AdmissionRequest(_, member, root):
                 self._on_admission_request(peer, member, root)
             case VoteMessage():
@@ -532,23 +432,6 @@ class Round:
         if self.vote.certificate and isinstance(message, OfferToLead):  # it has another lead now, and was not told
             self.post.send(peer, self.vote.certificate)
 
-    def _on_mean_decided(self, peer: PeerId, message: MeanDecided) -> None:
-        sender = next((member for member in self.head.roster if member.peer == peer), None)
-        if sender is None or self.me in self.head.roster:
-            raise BadPayload("votes from a peer that is not a voter, or sent to one")
-        self._told = message.digest, self.vote.tally.whole(message, sender)
-        self.changed.notify()
-
-    def _expected_record(self) -> bytes | None:
-        """The record of the mean that this peer holds, if nothing else changes by it."""
-        resolved, head = self.call.resolved, self.head
-        exchange = self.exchange_of(resolved.digest) if resolved else None
-        if resolved is None or exchange is None or not exchange.complete:
-            return None
-        results = tuple(part.result for _, part in sorted(exchange.parts.items()) if part.result)
-        complaints = planning.complaints(head.key.round, (), (), head.complaints)
-        return records.encode(mean_record(head, resolved, results, head.roster, complaints))
-
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:
             raise BadPayload(f"asks for the admission of {member.peer}")
@@ -559,7 +442,7 @@ class Round:
         is_new = self.vote.observers.get(peer) != member
         self.vote.observers[peer] = member
         if is_new and self.vote.forks_only:
-            self._request_admission(peer)  # the peer may have come after this member sent its requests
+            self.associate.request_admission(peer)  # the peer may have come after this member sent its requests
         if self.vote.certificate:
             self.post.send(peer, self.vote.certificate)
 
@@ -594,24 +477,6 @@ class Round:
 
     def live_peers(self) -> set[PeerId]:
         return {member.peer for member in self.host.members.live()}
-
-
-def mean_record(
-    head: Head,
-    resolved: RoundPlan,
-    parts: tuple[PartDigest, ...],
-    roster: Sequence[Member],
-    complaints: tuple[LinkFault, ...],
-) -> Record:
-    """The record of the mean of a plan."""
-    return replace(
-        records.extend(head, Kind.MEAN, roster, resolved.digest),
-        parts=parts,
-        peers=resolved.peers,
-        bounds=resolved.plan.bounds,
-        complaints=complaints,
-        clusters=resolved.clusters if isinstance(resolved, ResolvedClusters) else (),
-    )
 
 
 def _inputs_of(head: Head, settings: Settings, codec: Codec) -> PlanInputs:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 from protocols.aio import Notifier, loop_time
 from protocols.allreduce.clustered_messages import (
@@ -21,7 +22,7 @@ from protocols.allreduce.clustered_messages import (
 from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
-from protocols.base import BadPayload, Deadline, Head, Member, PeerId
+from protocols.base import BadPayload, Deadline, Head, LinkFault, Member, PeerId
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.call import RestingMembers
 from protocols.consensus import record as records
@@ -46,7 +47,7 @@ from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import OBSERVER, Value, VoteTally
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
-from protocols.wire import PartDone
+from protocols.wire import PartDigest, PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
 """Time of a ballot beyond two round trips and the data phase, because honest members pause, too."""
@@ -383,3 +384,21 @@ class RoundVote:
         # A live member may fork and admit this peer, unless it is on another branch, or one of too few.
         first = self.forks_only and not live.isdisjoint(roster)
         return (2 if first else 1) * patience_seconds
+
+
+def mean_record(
+    head: Head,
+    resolved: RoundPlan,
+    parts: tuple[PartDigest, ...],
+    roster: Sequence[Member],
+    complaints: tuple[LinkFault, ...],
+) -> Record:
+    """The record of the mean of a plan."""
+    return replace(
+        records.extend(head, Kind.MEAN, roster, resolved.digest),
+        parts=parts,
+        peers=resolved.peers,
+        bounds=resolved.plan.bounds,
+        complaints=complaints,
+        clusters=resolved.clusters if isinstance(resolved, ResolvedClusters) else (),
+    )

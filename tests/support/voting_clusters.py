@@ -98,6 +98,10 @@ class VotingClusters(ClusteredSwarm):
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
+    def chunks_in(self, record: Record) -> int:
+        """How many chunks the mean has."""
+        return sum(len(part.members) for part in self.parts_of(record, self.order[0]))
+
     def decided(self, names: Sequence[PeerId]) -> Record:
         """Check that these peers ended the round with one record and its mean, bit for bit, and return the record."""
         held = [self.rounds[name].vote.decided for name in names]

@@ -17,10 +17,10 @@ from protocols.allreduce.clustered_messages import (
 )
 from protocols.allreduce.clustered_plan import ResolvedClusters
 from protocols.base import BadPayload, Header, Member, PeerId
+from protocols.butterfly.associate import AssociateRound
 from protocols.butterfly.attachment import Attach, AttachReply
 from protocols.butterfly.call import RestingMembers
 from protocols.butterfly.cluster_call import ClusteredStart
-from protocols.butterfly.round import Round
 from protocols.wire import Offer
 from tests.sim.host import SimSigner
 from tests.support.calling_clusters import ROOT, CallingClusters
@@ -66,9 +66,9 @@ def test_rounds_without_associates_are_as_without_clusters(associates: int, monk
 def test_associates_with_leads_ask_for_no_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their leads tell them what is decided."""
     peers, asked = CallingClusters(3, 4), list[float]()
-    ask = Round._ask_admission
+    ask = AssociateRound._ask_admission
 
-    def asks(attempt: Round) -> None:
+    def asks(attempt: AssociateRound) -> None:
         asked.append(peers.now)
         ask(attempt)
 
@@ -79,7 +79,7 @@ def test_associates_with_leads_ask_for_no_admission(monkeypatch: pytest.MonkeyPa
         await peers.until(5)
         assert not [at for at in asked if at > began]
 
-    monkeypatch.setattr(Round, "_ask_admission", asks)
+    monkeypatch.setattr(AssociateRound, "_ask_admission", asks)
     peers.play(main)
 
 

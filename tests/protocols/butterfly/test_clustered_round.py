@@ -13,23 +13,18 @@ import pytest
 from protocols.allreduce import clustered_plan as clustered
 from protocols.allreduce.clustered_messages import (
     ClusterPlan,
-    ClusterReady,
     ClusterVersion,
     PackedPlan,
-    cluster_digest,
-    member_offers,
     packed,
     unpacked,
 )
-from protocols.base import BadPayload, Buffer, Header, Member, PeerId
+from protocols.base import Buffer, Header, PeerId
 from protocols.butterfly.cluster_call import ClusteredStart
-from protocols.consensus import record as records
-from protocols.consensus.messages import MeanDecided, Propose
-from protocols.consensus.record import Kind, Record
+from protocols.consensus.messages import MeanDecided
+from protocols.consensus.record import Kind
 from protocols.streams.framing import FramedStream
-from protocols.wire import AdmissionRequest, Contribute, Partial
+from protocols.wire import AdmissionRequest, Partial
 from tests.sim.contact import LIVENESS_SECONDS
-from tests.sim.host import SimSigner
 from tests.support.clustered_swarm import KEY
 from tests.support.disguises import sending
 from tests.support.long import diagonal, long
@@ -38,18 +33,13 @@ from tests.support.voting_clusters import CALL_SECONDS, VotingClusters
 from tests.support.waiting import until
 
 
-def whole(swarm: VotingClusters, record: Record) -> int:
-    """How many chunks the mean has."""
-    return sum(len(part.members) for part in swarm.parts_of(record, swarm.order[0]))
-
-
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (1, 4, 2), (1, 1, 1), *long(((12,) * 12,))])
 @simulated(lambda sizes: VotingClusters(*sizes))
 async def test_calm_round_decides_the_work_of_all(swarm: VotingClusters) -> None:
     await swarm.average()
     record = swarm.decided(swarm.names)
     assert record.averaged and record.roster == swarm.head.roster and not record.complaints
-    assert set(swarm.counts(record).values()) == {whole(swarm, record)}
+    assert set(swarm.counts(record).values()) == {swarm.chunks_in(record)}
     assert max(swarm.ended.values()) < CALL_SECONDS + 1.5
 
 
@@ -152,7 +142,7 @@ async def test_lead_stays_when_all_of_its_associates_are_lost(swarm: VotingClust
     well = [name for name in swarm.names if name not in gone]
     record = swarm.decided(well)
     counts = swarm.counts(record)
-    assert counts["v1"] == 0 < counts["v2"] < counts["v0"] == whole(swarm, record)
+    assert counts["v1"] == 0 < counts["v2"] < counts["v0"] == swarm.chunks_in(record)
     told = {swarm.results[name].contributors for name in well}
     assert told == {sum(map(bool, counts.values()))} and record.contributors == 9, "who is in it, not who was called"
     assert record.roster == swarm.head.roster and not record.complaints
@@ -210,7 +200,7 @@ async def test_repair_gets_to_the_cluster_of_a_lost_lead(swarm: VotingClusters, 
     await swarm.average(lose())
     record = swarm.decided([name for name in swarm.names if name != lost])
     assert min(versions.values()) > 0 and len(versions) == 2
-    assert min(swarm.counts(record)[name] for name in associates) == whole(swarm, record)
+    assert min(swarm.counts(record)[name] for name in associates) == swarm.chunks_in(record)
 
 
 @simulated(VotingClusters, 3, 3, 3)
@@ -269,7 +259,7 @@ async def test_associate_need_only_see_its_lead(swarm: VotingClusters, plan: str
     await swarm.average()
     # without the certificate of its own lead it would not know the outcome
     record = swarm.decided(swarm.names)
-    assert set(swarm.counts(record).values()) == {whole(swarm, record)}
+    assert set(swarm.counts(record).values()) == {swarm.chunks_in(record)}
 
 
 @pytest.mark.parametrize("mover", ["v0.1", "v0.3"])
@@ -283,7 +273,7 @@ async def test_member_of_two_clusters_counts_in_one(swarm: VotingClusters, mover
     lost = sum(len(part.members) for at, part in enumerate(swarm.parts_of(record, "v0")) if second.reducer(at) == mover)
     assert lost > 0 and max(swarm.ended.values()) < CALL_SECONDS + 1.5
     for name, count in counts.items():
-        assert count == whole(swarm, record) - (lost if name in swarm.clusters[1] else 0), name
+        assert count == swarm.chunks_in(record) - (lost if name in swarm.clusters[1] else 0), name
     named = [fault for result in swarm.results.values() for fault in result.blamed]
     assert {fault.peer for fault in named} == {mover} and not any("refused" in fault.why for fault in named)
 
@@ -332,7 +322,7 @@ async def test_lying_lead_costs_its_cluster_at_most(swarm: VotingClusters, what:
     await swarm.average()
     record = swarm.decided([name for name in swarm.names if name != liar])
     counts = swarm.counts(record)
-    assert {count for name, count in counts.items() if name not in cluster} == {whole(swarm, record)}
+    assert {count for name, count in counts.items() if name not in cluster} == {swarm.chunks_in(record)}
     assert record.roster == swarm.head.roster and max(swarm.ended.values()) < 6.0
 
 
@@ -470,129 +460,3 @@ def test_cluster_that_lacks_a_part_of_the_decided_mean_soon_asks_others() -> Non
         assert max(swarm.ended.values()) < others + 1.0
 
     swarm.play(play)
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-WRONG_OUTLINES: dict[str, dict[str, Any]] = {
-    "no leads": {"leads": 0},
-    "leads beyond the roster": {"leads": 0b1111},
-    "fewer leads than clusters": {"leads": 0b011},
-    "parts beyond the vector": {"bounds": (0, 100, 200, 301)},
-    "parts out of order": {"bounds": (0, 200, 100, 300)},
-    "fewer parts than leads": {"bounds": (0, 100, 300)},
-    "fewer reducers than parts": {"reducers": (0, 1)},
-    "no time": {"budget_seconds": 1.0},
-}
-
-
-@simulated(VotingClusters, 3, 3, 3)
-async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> None:
-    refused = dict[str, str]()
-
-    def attempt(receiver: PeerId, sender: PeerId, message: ClusterPlan | ClusterVersion, what: str) -> None:
-        try:
-            swarm.rounds[receiver].take(sender, message)
-        except BadPayload as error:
-            refused[what] = str(error)
-
-    async def try_all() -> None:
-        await asyncio.sleep(2 * CALL_SECONDS)
-        called = swarm.versions[0]
-        plan = swarm.rounds["v1.1"].call.resolved
-        assert isinstance(plan, clustered.ResolvedClusters)
-        offers = member_offers(swarm.offers[1])
-        honest = ClusterPlan(KEY, plan.outline, swarm.offered[1], offers)
-        later = ClusterVersion(KEY, plan.digest, 0, 9, plan.plan.reducers[::-1])
-        swapped = replace(plan.outline, version=1, reducers=(7, 0, 0))
-        attempt("v2", "v1", honest, "plan to a voter")
-        attempt("v2", "v1", later, "version to a voter")
-        attempt("v1.1", "v2", replace(honest, cluster=swarm.offered[2]), "plan of another cluster")
-        attempt("v1.1", "v1.2", replace(honest, plan=swapped), "plan of a mate, which is only ignored")
-        before = (offers[0], replace(offers[1], member=Member("v1.1", 5)), offers[2])
-        attempt("v1.1", "v1", replace(honest, offers=before), "plan for another incarnation, which is only ignored")
-        attempt("v1.1", "v1.2", later, "version of a mate")
-        attempt("v1.1", "v0", later, "version of another lead, which is only ignored")
-        assert swarm.rounds["v1.1"].call.resolved is plan
-        attempt("v1.1", "v2", replace(later, reducers=(7, 0, 0)), "version with unknown reducers")
-        attempt("v1.1", "v1", replace(honest, plan=swapped), "plan with unknown reducers")
-        forged = (*swarm.offers[1][:2], replace(swarm.offers[1][2], norm=2 * swarm.offers[1][2].norm))
-        fresh = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, forged, True)
-        fresh = replace(fresh, signature=SimSigner("v1", swarm.seed).sign(ClusterReady(KEY, fresh).signed()))
-        named = cluster_digest(KEY, fresh)
-        other = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
-        attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, member_offers(forged)), "forged offers")
-        attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, offers[:2]), "fewer offers")
-        pair = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, swarm.offers[1][:2], True)
-        named = cluster_digest(KEY, pair)
-        paired = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
-        attempt("v1.1", "v1", ClusterPlan(KEY, paired, pair, offers[:2]), "cluster that its lead has not signed")
-        attempt("v1.1", "v1", ClusterPlan(KEY, other, swarm.offered[1], offers), "another cluster than the plan's")
-        for what, change in WRONG_OUTLINES.items():
-            wrong = replace(plan.outline, ballot=3, **change)
-            attempt("v1.1", "v1", replace(honest, plan=wrong), what)
-        empty = replace(plan.clusters[0], size=0)
-        wrong = replace(plan.outline, ballot=3, clusters=(empty, *plan.clusters[1:]))
-        attempt("v1.1", "v1", replace(honest, plan=wrong), "an empty cluster")
-
-    await swarm.average(try_all())
-    assert len(refused) == 11 + len(WRONG_OUTLINES), refused
-    record = swarm.decided(swarm.names)
-    assert set(swarm.counts(record).values()) == {whole(swarm, record)}
-
-
-@simulated(VotingClusters, 3, 3, 3)
-async def test_proposal_of_other_clusters_is_refused(swarm: VotingClusters) -> None:
-    first, second, _ = swarm.order
-    refused = list[str]()
-
-    async def try_all() -> None:
-        await asyncio.sleep(CALL_SECONDS)
-        while not (accepted := swarm.rounds[second].vote.paxos.accepted):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        honest, vote = accepted.record, swarm.rounds[second].vote
-        one, *rest = honest.clusters
-        for clusters, peers in (
-            ((), honest.peers),
-            ((replace(one, digest=bytes(32)), *rest), honest.peers),
-            ((replace(one, size=2), *rest), honest.peers),
-            ((replace(one, size=0), *rest), honest.peers),
-            (honest.clusters[:2], honest.peers),
-            (honest.clusters, honest.peers[::-1]),
-            (honest.clusters, ("v0", "v1", "v0.1")),
-        ):
-            lying = records.encode(replace(honest, clusters=clusters, peers=peers))
-            with pytest.raises(BadPayload, match="a proposal") as error:
-                vote.receive(first, Propose(KEY, swarm.rounds[first].me, 0, lying))
-            refused.append(str(error.value))
-
-    await swarm.average(try_all())
-    swarm.decided(swarm.names)
-    assert len(refused) == 7
-
-
-@simulated(VotingClusters, 2, 2, 2)
-async def test_run_without_clusters_takes_no_plan_of_them(swarm: VotingClusters) -> None:
-    swarm.settings = replace(swarm.settings, clusters=False)
-    refused = list[str]()
-
-    async def try_all() -> None:
-        first, second, _ = swarm.order
-        offers = member_offers(swarm.offers[1])
-        told = ClusterPlan(KEY, swarm.versions[0].outline, swarm.offered[1], offers)
-        await asyncio.sleep(0.1)
-        for receiver, sender, message in (
-            (second, first, packed(swarm.plan, swarm.head.roster)),
-            ("v1.1", "v1", told),
-        ):
-            with pytest.raises(BadPayload, match="which this run has not") as error:
-                swarm.rounds[receiver].take(sender, message)
-            refused.append(str(error.value))
-        for session in swarm.rounds.values():
-            session.supersede()
-
-    await swarm.average(try_all())
-    assert len(refused) == 2
-    opening = Contribute(KEY, swarm.versions[0].digest, 0, "fp32")
-    assert not swarm.rounds["v1"].cluster.acquaintances(opening)
