@@ -2,7 +2,7 @@
 
     python -m benchmarks.thousand [--peers 32 256 1000] [--protocols clusters gossip moshpit] [--rounds 3] [--json FILE]
                                   [--elements 65536] [--chunks 1]
-    python -m benchmarks.thousand faults [--peers 1000] [--rounds 3]    # joiners
+    python -m benchmarks.thousand faults [--peers 1000] [--rounds 3] [--seeds 1]    # joiners
     python -m benchmarks.thousand plot --json FILE --file build/thousand.png
 
 Simulated peers (`tests.sim`) with lines of 8 Mbit/s and messages that take 20 ms, in virtual time. Vectors of 256 KB of
@@ -18,7 +18,7 @@ moshpit   the same, in groups of the grid that fits the number of peers
 
 `faults`: calm rounds, then one in whose data phase .5 % of the peers die and 2 % send nothing any more. `joiners`: half
 of the peers have calm rounds, then the others come, all at once and with the state, and look for leads. `plot` draws
-what `--json` wrote.
+what `--json` wrote. What misses an aim is said, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -49,7 +50,7 @@ from benchmarks.thousand_swarms import (
     JoiningThousand,
     Thousand,
 )
-from tests.sim.arguments import Parser, at_least_one
+from tests.sim.arguments import Parser, at_least, at_least_one
 
 ROUNDS = 3
 
@@ -122,10 +123,10 @@ def independent(protocol: str, peers: int) -> Cost:
     )
 
 
-def with_faults(peers: int, rounds: int) -> dict[str, Any]:
+def with_faults(peers: int, rounds: int, seed: int) -> dict[str, Any]:
     """A calm round, the median of some, and one with faults: seconds until all that are well hold the mean."""
-    swarm = FaultyThousand(peers)
-    found: dict[str, Any] = {"peers": peers}
+    swarm = FaultyThousand(peers, seed=seed)
+    found: dict[str, Any] = {"peers": peers, "seed": seed}
 
     async def main() -> None:
         first = await swarm.until_all_count()
@@ -153,10 +154,10 @@ def with_faults(peers: int, rounds: int) -> dict[str, Any]:
     return found
 
 
-def with_joiners(peers: int, rounds: int) -> dict[str, Any]:
+def with_joiners(peers: int, rounds: int, seed: int) -> dict[str, Any]:
     """Calm rounds of half of the peers, then those until the work of the other half counts, too."""
-    swarm = JoiningThousand(peers)
-    found: dict[str, Any] = {"peers": peers}
+    swarm = JoiningThousand(peers, seed=seed)
+    found: dict[str, Any] = {"peers": peers, "seed": seed}
 
     async def main() -> None:
         here, first = list(swarm.names), await swarm.until_all_count()
@@ -184,6 +185,7 @@ def with_joiners(peers: int, rounds: int) -> dict[str, Any]:
 # -- what is printed and drawn ----------------------------------------------------------------------------------------
 
 PLAYS = {"faults": with_faults, "joiners": with_joiners}
+LOST_SHARE, FAULTY_RATIO, JOINED_ROUNDS, JOINED_RATIO = 0.03, 1.6, 3, 1.2  # aims
 PROTOCOLS = ("clusters", "gossip", "moshpit")
 COLUMNS = (
     "| protocol | peers | sent, in vectors | frames; the most | s to 1 % | s a round | rounds | work lost | one state"
@@ -207,6 +209,22 @@ def line(cost: Cost) -> str:
         *exact,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def shown(found: dict[str, Any]) -> list[str]:
+    """Print what a round with faults or joiners came to, and what misses an aim. Returns that."""
+    print(json.dumps(found), flush=True)
+    aims = {
+        "one state": found.get("roots", 1) != 1,
+        f"at most {LOST_SHARE:.0%} of the work lost": found.get("lost", 0.0) > LOST_SHARE,
+        f"at most {FAULTY_RATIO} x a calm round": "roots" in found and found["ratio"] > FAULTY_RATIO,
+        f"all count within {JOINED_ROUNDS} rounds": found.get("rounds", 0) > JOINED_ROUNDS,
+        f"the others' rounds at most {JOINED_RATIO} x a calm one": "joiners" in found and found["ratio"] > JOINED_RATIO,
+    }
+    missed = [f"{found['peers']} peers, seed {found['seed']}, miss: {aim}" for aim, miss in aims.items() if miss]
+    for each in missed:
+        print(each, flush=True)
+    return missed
 
 
 def misses(costs: Sequence[Cost]) -> list[str]:
@@ -267,6 +285,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=at_least_one, nargs="+", help="default 32 256 1000; of faults and joiners 1000")
     parser.add_argument("--protocols", choices=PROTOCOLS, nargs="+", default=PROTOCOLS, help="default: all")
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, help="of clusters (default %(default)s)")
+    parser.add_argument("--seeds", type=partial(at_least, 0), nargs="+", help="of faults and joiners (default 1)")
     parser.add_argument("--elements", type=at_least_one, default=ELEMENTS, help="of clusters (default %(default)s)")
     parser.add_argument("--chunks", type=at_least_one, default=1, help="of a part, of clusters (default %(default)s)")
     parser.add_argument("--json", type=Path, help="written, and read by plot")
@@ -277,6 +296,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"half of the peers join those that are there, {VOTERS} voters among them: give {2 * VOTERS} or more"
         )
+    if options.seeds and options.what not in PLAYS:
+        parser.error(f"--seeds is for {' and '.join(PLAYS)}: the others play one seed")
     if options.what == "plot" and not options.json:
         parser.error("plot needs --json FILE")
     return options
@@ -294,9 +315,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(options.file)
         return 0
     if play := PLAYS.get(options.what):
-        for peers in options.peers:
-            print(json.dumps(play(peers, options.rounds)), flush=True)
-        return 0
+        found = [
+            missed
+            for peers in options.peers
+            for seed in options.seeds or [1]
+            for missed in shown(play(peers, options.rounds, seed))
+        ]
+        return 1 if found else 0
     print(COLUMNS, "|" + 10 * "---|", sep="\n")
     costs = []
     for peers in options.peers:

@@ -255,8 +255,8 @@ class JoiningThousand(Thousand):
     keep_rounds = 4
     train_seconds_each = 4.0
 
-    def __init__(self, peers: int) -> None:
-        super().__init__(peers)
+    def __init__(self, peers: int, seed: int = 1) -> None:
+        super().__init__(peers, seed=seed)
         half = len(self.names) // 2
         self.train_seconds = dict.fromkeys(self.names, self.train_seconds_each)
         self.associates, self.joiners = self.associates[:-half], self.associates[-half:]
