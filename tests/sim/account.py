@@ -39,9 +39,9 @@ class Attempt:
 class Account:
     """The attempts of a run, by the lineage that they extend."""
 
-    def __init__(self, outages: Outages, clusters: bool = False) -> None:
+    def __init__(self, outages: Outages, liars: tuple[PeerId, ...], clusters: bool = False) -> None:
         self.attempts: dict[str, Attempt] = {}
-        self._outages, self._clusters = outages, clusters
+        self._outages, self._liars, self._clusters = outages, liars, clusters
 
     def entered(self, peer: PeerId, head: Head, now: float) -> None:
         attempt = self.attempts.setdefault(head.key.lineage.hex(), Attempt(head.key.round, head.roster, now))
@@ -50,6 +50,10 @@ class Account:
     def reported(self, report: dict[str, Any], now: float) -> None:
         attempt, peer = self.attempts.get(report["parent"]), report["peer"]
         if attempt is None:  # no peer entered this round: the reporter has caught up
+            return
+        if peer in self._liars:  # of its report only its cluster counts: the others of it may all have caught up
+            if report["outcome"] == "committed":
+                attempt.clusters.add(frozenset(report["contributions"]))
             return
         if not attempt.decided:
             attempt.ended = now
@@ -61,11 +65,6 @@ class Account:
             attempt.contributors |= {name for name, held in report["contributions"].items() if held[1]}
         elif report["outcome"] == "undecided" and self._could(attempt, attempt.entered.get(peer, now), now, peer):
             attempt.missed[peer] += 1
-
-    def note_cluster(self, report: dict[str, Any]) -> None:
-        """Note who is in the cluster of a liar. The others of it may all have learned of the round later."""
-        if (attempt := self.attempts.get(report["parent"])) and report["outcome"] == "committed":
-            attempt.clusters.add(frozenset(report["contributions"]))
 
     def _could(self, attempt: Attempt, since: float, until: float, peer: PeerId | None = None) -> bool:
         """Whether a majority of the roster, including `peer`, was alive and mutually connected."""
@@ -100,10 +99,10 @@ class Account:
                 return count
         return None
 
-    def absent(self, peers: Collection[PeerId], liars: Collection[PeerId] = ()) -> dict[int, set[PeerId]]:
+    def absent(self, peers: Collection[PeerId]) -> dict[int, set[PeerId]]:
         """Committed round -> those of these peers without work in its mean, unless a liar is in their cluster."""
         found = {}
         for attempt in (each for each in self.attempts.values() if each.committed):
-            spoilt = set().union(*(each for each in attempt.clusters if not each.isdisjoint(liars)))
+            spoilt = set().union(*(each for each in attempt.clusters if not each.isdisjoint(self._liars)))
             found[attempt.round] = set(peers) - attempt.contributors - spoilt
         return found

@@ -91,7 +91,7 @@ class IndependentAccount:
 
     def reported(self, report: dict[str, Any], now: float) -> None:
         peer, committed = report["peer"], report["outcome"] == "committed"
-        if report["outcome"] == "superseded":
+        if report["outcome"] == "superseded" or peer in self._liars:
             return
         here = [node.member for peer, node in self._network.nodes.items() if peer not in self._liars]
         could = self._network.contacts.outages.connected(here, 2, self._began[peer], now, peer)

@@ -94,7 +94,7 @@ class World(SimSwarm):
         self.activities: dict[PeerId, Activity] = {}
         self.populate(scenario.names())
         self.liars = tuple(scenario.faults.lies())
-        self.account = Account(self.network.contacts.outages, scenario.clusters)
+        self.account = Account(self.network.contacts.outages, self.liars, scenario.clusters)
         self.replicas: dict[PeerId, ReplicatedOuterLoop] = {}
         self.healed_at: float | None = None
         self._done = asyncio.Event()
@@ -308,9 +308,9 @@ class World(SimSwarm):
         if process is None or not process.alive:
             return
         self.histories[report["peer"]].append(report)
-        if report["peer"] in self.liars:
-            return self.account.note_cluster(report)
         self.account.reported(report, self.now)
+        if report["peer"] in self.liars:
+            return
         self._early += called_early(self.replicas.get(report["peer"]), report)
         if self.satisfied():
             self._done.set()
@@ -398,7 +398,7 @@ class World(SimSwarm):
         """
         steps = dict(zip(self.peers, self.scenario.step_seconds or (), strict=True))
         able = [peer for peer in honest if 2.0 * steps[peer] < self.scenario.inner_steps * min(steps.values())]
-        for number, absent in self.account.absent(able, self.liars).items():
+        for number, absent in self.account.absent(able).items():
             if number >= CONTRIBUTE_ROUNDS and absent:
                 yield checkers.Violation("contributes", "", number, f"its mean is without {', '.join(sorted(absent))}")
 
