@@ -31,7 +31,7 @@ BOOTSTRAP_METHOD = "starling/entry/1"
 PASS_METHOD = "starling/pass/1"  # the only one that a private run serves to strangers
 SEAT_METHOD = "starling/seat/1"
 
-VERSION = 9
+VERSION = 10
 """Version of the messages, beside the version of the frames. Peers of different versions do not train together. The
 method's name changes with it, so that a greeting of another version is never decoded."""
 ANY_STAGE = MAX_STAGES  # in `WantStage`: the joiner leaves the choice to the others

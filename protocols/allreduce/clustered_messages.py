@@ -1,7 +1,7 @@
 """What peers of a clustered round send each other about its plan. Pure.
 
 Voters get the plan packed, members of clusters an outline of it, and with it the offers of their own cluster
-(decision 0090). The hash of a plan is that of its outline.
+(decision 0090). The hash of a plan is that of its outline. The coordinator signs the outline of each version.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -106,6 +106,7 @@ class ClusteredPlan:
     reducers: tuple[int, ...]  # part -> index of the cluster whose lead reduces
     cut_seconds: float
     budget_seconds: float
+    signature: bytes = b""  # of its outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class PackedPlan(Header):
     reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
     cut_seconds: float = real(0, MAX_SECONDS)
     budget_seconds: float = real(0, MAX_SECONDS)
+    signature: bytes = blob(128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,11 @@ class PlanOutline:
     budget_seconds: float = real(0, MAX_SECONDS)
     median_tokens: int = uint(MAX_TOKENS)  # as `median_tokens`
     median_norm: int = uint(MAX_NORM_CODE)  # the `norm_code` of `median_norm`
+    signature: bytes = blob(128)  # of the ballot's coordinator
+
+    def signed(self, key: RoundKey) -> bytes:
+        body = canonical_bytes(key) + canonical_bytes(replace(self, signature=b""))
+        return b"starling outline of a plan" + body
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +191,14 @@ class ClusterPlan(Header):
 
 @dataclass(frozen=True, slots=True)
 class ClusterVersion(Header):
-    """A lead, or the voter that stands in for it, tells the cluster of a later version of the plan with this digest."""
+    """A lead, or a voter in its place, tells the cluster of a later version of the plan with this digest."""
 
     key: RoundKey = one(RoundKey)
     plan: bytes = digest()
     ballot: int = uint(1 << 20)
     version: int = uint(1 << 20)
     reducers: tuple[int, ...] = list_of(uint(MAX_ROSTER), MAX_ROSTER)
+    signature: bytes = blob(128)  # of the outline of this version
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +236,7 @@ def cluster_digest(key: RoundKey, cluster: ClusterOffer) -> ClusterDigest:
 
 def clustered_digest(key: RoundKey, outline: PlanOutline) -> bytes:
     """Digest of what is averaged and in which parts, as `plan.plan_digest`."""
-    body = canonical_bytes(key) + canonical_bytes(replace(outline, ballot=0, version=0, reducers=()))
+    body = canonical_bytes(key) + canonical_bytes(replace(outline, ballot=0, version=0, reducers=(), signature=b""))
     return hashlib.sha256(b"starling clustered plan" + body).digest()
 
 

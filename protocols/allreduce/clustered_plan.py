@@ -37,8 +37,8 @@ from protocols.allreduce.clustered_messages import (
     offers_digest,
 )
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, PlanInputs, ResolvedPlan
-from protocols.base import BadPayload, Member, PeerId
-from protocols.consensus.record import ClusterDigest, drawn
+from protocols.base import BadPayload, Member, PeerId, RoundKey
+from protocols.consensus.record import ClusterDigest, coordinators, drawn
 from protocols.wire import MAX_SECONDS, Offer, Plan
 
 SLOWEST_SHARE = 0.1
@@ -145,7 +145,15 @@ def outline_of(plan: ClusteredPlan, roster: Sequence[Member]) -> PlanOutline:
         budget_seconds=plan.budget_seconds,
         median_tokens=median_tokens([cluster.tokens for cluster in plan.clusters]),
         median_norm=norm_code(median_norm(plan.clusters)),
+        signature=plan.signature,
     )
+
+
+def check_signature(outline: PlanOutline, key: RoundKey, roster: Sequence[Member], verify: Verify) -> None:
+    """Refuse a plan that the coordinator of its ballot has not signed, with BadPayload, whoever passes it on."""
+    order = coordinators(key.lineage, roster)
+    if not verify(order[outline.ballot % len(order)], outline.signed(key), outline.signature):
+        raise BadPayload("a plan that the coordinator of its ballot has not signed")
 
 
 def check_clustered_plan(plan: ClusteredPlan, inputs: PlanInputs, roster: Sequence[Member], verify: Verify) -> None:

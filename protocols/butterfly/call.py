@@ -406,8 +406,8 @@ class RoundStart:
         """Take a plan from the coordinator of the ballot that it names: a call, or a part given to another reducer."""
         known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
-            if plan != known and (plan.ballot, plan.version) == (known.ballot, known.version):
-                raise BadPayload("a second plan for one round")
+            if (plan.ballot, plan.version) == (known.ballot, known.version) and not _are_one(plan, known):
+                self._refuse_second(plan)
             return
         before, self.resolved = self.resolved, self._checked(plan)
         self._stop_spreading()
@@ -416,6 +416,14 @@ class RoundStart:
             self.cut_at = min(self._deadline, loop_time() + plan.cut_seconds)
             if self.own:
                 self._arm()
+
+    def _refuse_second(self, plan: Plan | ClusteredPlan | PlanOutline) -> None:
+        """Name the coordinator if it has signed two plans; else whoever sent this one, with BadPayload."""
+        if not isinstance(plan, PlanOutline):
+            raise BadPayload("a second plan for one round")
+        clustered_plan.check_signature(plan, self._key, self._roster, self._verify)
+        order = coordinators(self._key.lineage, self._roster)
+        self._accounting.name(order[plan.ballot % len(order)], "signed two plans of one version")
 
     def _checked(self, plan: Plan | ClusteredPlan | PlanOutline) -> RoundPlan:
         """What follows from a plan. Raises BadPayload if it breaks a rule."""
@@ -430,6 +438,7 @@ class RoundStart:
         else:
             clustered_plan.check_clustered_plan(plan, inputs, self._roster, self._verify)
             whole = clustered_plan.resolve_clusters(plan, inputs, self._roster)
+        clustered_plan.check_signature(whole.outline, self._key, self._roster, self._verify)
         self.cluster.enter(whole)
         if self._me in self._roster:
             self.cluster.pass_on(whole)
@@ -444,6 +453,13 @@ class RoundStart:
             self.cut.set()
         else:
             self._timer = asyncio.get_running_loop().call_at(cut_at, self.cut.set)
+
+
+def _are_one(plan: Plan | ClusteredPlan | PlanOutline, known: Plan | ClusteredPlan | PlanOutline) -> bool:
+    """Whether two plans are the same. A coordinator can sign one twice in two ways."""
+    if isinstance(plan, Plan) or isinstance(known, Plan):
+        return plan == known
+    return replace(plan, signature=b"") == replace(known, signature=b"")
 
 
 def recency(offer: Offer) -> tuple[bool, int, bool]:

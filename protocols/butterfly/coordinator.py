@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from protocols.aio import loop_time, run_with_helper
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
-from protocols.allreduce.clustered_messages import (
-    ClusteredPlan,
-    packed,
-)
-from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan, reassign_parts
+from protocols.allreduce.clustered_messages import ClusteredPlan, PackedPlan, packed
+from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan, outline_of, reassign_parts
 from protocols.allreduce.parts import ReducedPart, part_message
 from protocols.base import Deadline, PeerId
 from protocols.butterfly.round import Round
@@ -96,7 +94,13 @@ class RoundCoordinator:
 
     def _publish(self, plan: Plan | ClusteredPlan) -> None:
         self._vote.published, roster = plan.ballot, self._round.head.roster
-        message = packed(plan, roster) if isinstance(plan, ClusteredPlan) else plan
+        message: Plan | PackedPlan
+        if isinstance(plan, ClusteredPlan):
+            signature = self._round.host.signer.sign(outline_of(plan, roster).signed(plan.key))
+            plan = replace(plan, signature=signature)
+            message = packed(plan, roster)
+        else:
+            message = plan
         for member in roster:
             if member != self._me:
                 self._round.post.send(member.peer, message)

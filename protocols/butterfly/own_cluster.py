@@ -50,7 +50,7 @@ class OwnCluster:
         self.members: ResolvedPlan | None = None  # the plan inside this cluster; None if this peer is in none
         self.second: ResolvedPlan | None = None  # the same of another cluster that counts on this peer, which moved
         self._second = 0  # its index
-        self.standby: Callable[[], Collection[PeerId]] = tuple  # besides the lead, a member takes versions from these
+        self.standby: Callable[[], Collection[PeerId]] = tuple  # a member may ask these, besides the lead
         self.followers: Callable[[], Collection[PeerId]] = tuple  # this voter tells them of later versions, too
         self._me, self._inputs, self._roster, self._post, self._verify = me, inputs, roster, post, verify
         self._offers: dict[ClusterDigest, tuple[ClusterOffer, tuple[Offer, ...]]] = {}
@@ -103,7 +103,7 @@ class OwnCluster:
     def pass_on(self, whole: ResolvedClusters) -> None:
         """Send the members of the cluster a plan, or a later version of it. Followers know the first one already."""
         key, plan, digest = self._inputs.key, whole.plan, whole.digest
-        version = ClusterVersion(key, digest, plan.ballot, plan.version, plan.reducers)
+        version = ClusterVersion(key, digest, plan.ballot, plan.version, plan.reducers, plan.signature)
         first, self._passed_on = self._passed_on != digest, digest
         mates = self.mates(digest)
         if first:
@@ -168,12 +168,9 @@ class OwnCluster:
         self._tell_plan(lacking)
 
     def hear(self, peer: PeerId, version: ClusterVersion) -> None:
-        """Note a version of the plan, which itself may yet come. Ignored if that voter neither leads this peer's
-        cluster nor stands by: it may not know that this peer has moved.
-        """
+        """Note a version of the plan from a voter. The plan itself may yet come."""
         before = self._versions.get(peer)
-        is_older = before and before.plan == version.plan and _order(version) < _order(before)
-        if peer in (self.lead, *self.standby()) and not is_older:
+        if not (before and before.plan == version.plan and _order(version) < _order(before)):
             self._versions[peer] = version
 
     def later(self) -> Iterator[tuple[PeerId, PlanOutline]]:
@@ -184,8 +181,16 @@ class OwnCluster:
         for peer, version in sorted(self._versions.items(), key=lambda each: _order(each[1])):
             if whole and whole.digest == version.plan:
                 del self._versions[peer]
-                ballot, number, reducers = version.ballot, version.version, version.reducers
-                yield peer, replace(whole.outline, ballot=ballot, version=number, reducers=reducers)
+                yield (
+                    peer,
+                    replace(
+                        whole.outline,
+                        ballot=version.ballot,
+                        version=version.version,
+                        reducers=version.reducers,
+                        signature=version.signature,
+                    ),
+                )
 
     # -- in the data phase, and after it ------------------------------------------------------------------------------
 

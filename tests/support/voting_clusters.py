@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from protocols.allreduce import clustered_plan as clustered
-from protocols.allreduce.clustered_messages import (
-    ClusteredPlan,
-)
+from protocols.allreduce.clustered_messages import ClusteredPlan, PlanOutline
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import AveragingResult, Contribution, Head, LocalProgress, Member, Outcome, PeerId, Settings, Vector
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
 from protocols.consensus.record import Record, coordinators
+from tests.sim.host import SimSigner
 from tests.support.clustered_swarm import KEY, MAX_WEIGHT, NORM, ROOT, ClusteredSwarm
 
 CALL_SECONDS = 0.5
@@ -42,6 +42,11 @@ class VotingClusters(ClusteredSwarm):
         self.ended = dict[PeerId, float]()  # when each peer knew the outcome
         self.results, self.into = dict[PeerId, AveragingResult](), dict[PeerId, Vector]()
         self.standby = dict(zip(self.voters, self.voters[1:] + self.voters[:1], strict=True))  # lead -> its standby
+
+    def signed(self, outline: PlanOutline) -> PlanOutline:
+        """The outline of a plan, signed by the coordinator of its ballot."""
+        signer = SimSigner(self.order[outline.ballot % len(self.order)], self.seed)
+        return replace(outline, signature=signer.sign(outline.signed(KEY)))
 
     # -- the round ----------------------------------------------------------------------------------------------------
 

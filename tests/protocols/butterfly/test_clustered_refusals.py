@@ -55,8 +55,9 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         assert isinstance(plan, clustered.ResolvedClusters)
         offers = member_offers(swarm.offers[1])
         honest = ClusterPlan(KEY, plan.outline, swarm.offered[1], offers)
-        later = ClusterVersion(KEY, plan.digest, 0, 9, plan.plan.reducers[::-1])
-        swapped = replace(plan.outline, version=1, reducers=(7, 0, 0))
+        signature = swarm.signed(replace(plan.outline, version=9, reducers=(7, 0, 0))).signature
+        later = ClusterVersion(KEY, plan.digest, 0, 9, (7, 0, 0), signature)
+        swapped = swarm.signed(replace(plan.outline, version=1, reducers=(7, 0, 0)))
         attempt("v2", "v1", honest, "plan to a voter")
         attempt("v2", "v1", later, "version to a voter")
         attempt("v1.1", "v2", replace(honest, cluster=swarm.offered[2]), "plan of another cluster")
@@ -64,31 +65,36 @@ async def test_plans_from_the_wrong_peers_are_refused(swarm: VotingClusters) -> 
         before = (offers[0], replace(offers[1], member=Member("v1.1", 5)), offers[2])
         attempt("v1.1", "v1", replace(honest, offers=before), "plan for another incarnation, which is only ignored")
         attempt("v1.1", "v1.2", later, "version of a mate")
-        attempt("v1.1", "v0", later, "version of another lead, which is only ignored")
+        attempt("v1.1", "v2", replace(later, reducers=(0, 0, 0)), "version that the coordinator has not signed")
+        attempt("v1.1", "v0", later, "version with unknown reducers")
         assert swarm.rounds["v1.1"].call.resolved is plan
-        attempt("v1.1", "v2", replace(later, reducers=(7, 0, 0)), "version with unknown reducers")
         attempt("v1.1", "v1", replace(honest, plan=swapped), "plan with unknown reducers")
         forged = (*swarm.offers[1][:2], replace(swarm.offers[1][2], norm=2 * swarm.offers[1][2].norm))
         fresh = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, forged, True)
         fresh = replace(fresh, signature=SimSigner("v1", swarm.seed).sign(ClusterReady(KEY, fresh).signed()))
         named = cluster_digest(KEY, fresh)
-        other = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
+        other = swarm.signed(replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2])))
         attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, member_offers(forged)), "forged offers")
         attempt("v1.1", "v1", ClusterPlan(KEY, other, fresh, offers[:2]), "fewer offers")
         pair = clustered.make_cluster_offer(swarm.inputs(), called.offered[1].lead, swarm.offers[1][:2], True)
         named = cluster_digest(KEY, pair)
-        paired = replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2]))
+        paired = swarm.signed(replace(plan.outline, ballot=3, clusters=(plan.clusters[0], named, plan.clusters[2])))
         attempt("v1.1", "v1", ClusterPlan(KEY, paired, pair, offers[:2]), "cluster that its lead has not signed")
         attempt("v1.1", "v1", ClusterPlan(KEY, other, swarm.offered[1], offers), "another cluster than the plan's")
         for what, change in WRONG_OUTLINES.items():
-            wrong = replace(plan.outline, ballot=3, **change)
+            wrong = swarm.signed(replace(plan.outline, ballot=3, **change))
             attempt("v1.1", "v1", replace(honest, plan=wrong), what)
         empty = replace(plan.clusters[0], size=0)
-        wrong = replace(plan.outline, ballot=3, clusters=(empty, *plan.clusters[1:]))
+        wrong = swarm.signed(replace(plan.outline, ballot=3, clusters=(empty, *plan.clusters[1:])))
         attempt("v1.1", "v1", replace(honest, plan=wrong), "an empty cluster")
+        cut = replace(plan.outline, cut_seconds=9.0)
+        attempt("v1.1", "v1", replace(honest, plan=cut), "a second plan that the coordinator has not signed")
+        attempt("v1.1", "v1", replace(honest, plan=swarm.signed(cut)), "a second plan, for which that one is named")
 
     await swarm.average(try_all())
-    assert len(refused) == 11 + len(WRONG_OUTLINES), refused
+    assert len(refused) == 13 + len(WRONG_OUTLINES), refused
+    named = {fault.peer: fault.why for fault in swarm.results["v1.1"].blamed}
+    assert named == {swarm.order[0]: "signed two plans of one version"}
     record = swarm.decided(swarm.names)
     assert set(swarm.counts(record).values()) == {swarm.chunks_in(record)}
 
