@@ -75,10 +75,12 @@ class SimSwarm:
 
         async def whole() -> T:
             await self.set_up()
-            result = await main()
-            await asyncio.sleep(self.grace_seconds)
-            for error in (*self._errors, *self.network.bugs):
-                raise error
+            try:
+                result = await main()
+                await asyncio.sleep(self.grace_seconds)
+            finally:  # such an error says why what `main` waits for does not come
+                for error in (*self._errors, *self.network.bugs):
+                    raise error
             await self.finish()
             return result
 
