@@ -56,8 +56,8 @@ def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tu
 
 def _listed(fields: dict[str, Any], where: str) -> Any:
     for name in ("messages", "conversations"):
-        if fields.get(name) is not None:
-            return fields[name]
+        if (found := fields.get(name)) is not None:
+            return from_json(found, f"{where}: its {name} are not a list in JSON") if isinstance(found, str) else found
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if prompt is None or completion is None:
         return None

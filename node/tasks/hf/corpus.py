@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from node.tasks.files import Look, look, require_data, shown
-from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable, from_json
+from node.tasks.hf.conversation import FIELDS, Conversation, conversation_of, encodable
 from node.tasks.hf.settings import ModelError
 from node.tasks.readers import blocks, missing, rows_in, text_of
 
@@ -132,8 +132,6 @@ def read_documents(files: Sequence[Path], is_chat: bool) -> Iterator[Document]:
                 yield from _from_text(file, found)
             else:
                 for fields, where in rows_in(file, found, COLUMNS):
-                    if found.kind == "csv" and is_chat and (cell := fields.get("messages")) is not None:
-                        fields["messages"] = from_json(cell, f"{where}: its messages are not a list in JSON")
                     yield document_of(fields, is_chat, where)
         except OSError as error:
             why = error.strerror or " ".join(str(error).split())[:200]

@@ -145,10 +145,11 @@ def test_conversations_are_read_from_json_and_csv(tmp_path: Path) -> None:
     for name, text in {
         "a.json": json.dumps([{"prompt": "a", "completion": "b"}]),
         "b.csv": "prompt,completion\na,b\n",
-        "c.csv": 'messages\n"' + json.dumps(pair).replace('"', '""') + '"\n',
+        "c.csv": 'conversations\n"' + json.dumps(pair).replace('"', '""') + '"\n',
+        "d.jsonl": json.dumps({"messages": json.dumps(pair)}),
     }.items():
         (tmp_path / name).write_text(text)
-    assert contents(tmp_path, True) == [{"messages": pair}] * 3
+    assert contents(tmp_path, True) == [{"messages": pair}] * 4
     (tmp_path / "notes.txt").write_text("a")
     with pytest.raises(ModelError, match=r"notes\.txt is plain text: conversations are read from"):
         contents(tmp_path, True)
