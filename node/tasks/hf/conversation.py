@@ -35,14 +35,13 @@ _REFUSED = {
 
 def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tuple[Conversation, tuple[str, ...]]:
     """The conversation in a row, and the names of the row's other fields, which are not used."""
-    messages = _listed(fields, where)
+    messages, *used = _listed(fields, where)
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         instead = instead if messages is None else ""
         raise ModelError(f'{where}: has no "messages", a list of 1 to {MAX_MESSAGES}{instead}')
     found: Conversation = {"messages": [_message(each, where) for each in messages]}
-    system = fields.get("system")
-    if isinstance(system, str) and system and found["messages"][0]["role"] != "system":
-        found["messages"].insert(0, {"role": "system", "content": encodable(system)})
+    if system := fields.get("system"):
+        _put_system(found["messages"], system, where)
     if tools := _tools(fields.get("tools"), where):
         found["tools"] = tools
     if options := fields.get("chat_template_kwargs"):
@@ -51,27 +50,40 @@ def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tu
         found["chat_template_kwargs"] = options
     if fields.get("functions"):
         raise ModelError(f'{where}: its "functions" are an older form: write them as "tools"')
-    return found, tuple(name for name, value in fields.items() if name not in FIELDS and value not in (None, [], {}))
+    used += ["system", "tools", "chat_template_kwargs"]
+    return found, tuple(name for name, value in fields.items() if name not in used and value not in (None, [], {}))
 
 
-def _listed(fields: dict[str, Any], where: str) -> Any:
+def _put_system(messages: list[dict[str, Any]], system: Any, where: str) -> None:
+    if not isinstance(system, str):
+        raise ModelError(f'{where}: its "system" is not a text')
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": encodable(system)})
+    elif messages[0]["content"] != encodable(system):
+        raise ModelError(f'{where}: its "system" differs from its first message, of role system: keep one of them')
+
+
+def _listed(fields: dict[str, Any], where: str) -> tuple[Any, ...]:
+    """The messages, and the names of the fields that hold them."""
     for name in ("messages", "conversations"):
         if (found := fields.get(name)) is not None:
-            return from_json(found, f"{where}: its {name} are not a list in JSON") if isinstance(found, str) else found
+            text = f"{where}: its {name} are not a list in JSON"
+            return from_json(found, text) if isinstance(found, str) else found, name
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if prompt is None or completion is None:
-        return None
+        return (None,)
     if isinstance(prompt, list):  # what the assistant says in the prompt is not to be learnt
         prompt = [
             {**each, "weight": 0} if isinstance(each, dict) and _role(each) == "assistant" else each for each in prompt
         ]
     else:
         prompt = [{"role": "user", "content": prompt}]
-    return prompt + (completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}])
+    answer = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+    return prompt + answer, "prompt", "completion"
 
 
 def _role(message: dict[str, Any]) -> Any:
-    if "role" not in message and isinstance(sender := message.get("from"), str):
+    if message.get("role") is None and isinstance(sender := message.get("from"), str):
         return _SENDERS.get(sender.lower(), sender)
     return message.get("role")
 
@@ -89,11 +101,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     for name, why in _REFUSED.items():
         if message.get(name):
             raise ModelError(f"{where}: {name} of a message {why}")
-    content = _content(message.get("content", message.get("value")), where, role)
+    sender = "from" if message.get("role") is None else "role"
+    body = "value" if message.get("content") is None else "content"
+    content = _content(message.get(body), where, role)
     calls = _calls(message.get("tool_calls"), where, role)
     if content is None and not calls:
         raise ModelError(f"{where}: a message of role {role} has neither content nor calls: complete it, or remove it")
-    known = ("role", "from", "content", "value", "tool_calls")
+    known = (sender, body, "tool_calls")  # of two names for one thing, the other is only for the template
     others = {name: value for name, value in message.items() if name not in known and value is not None}
     found = {"role": role, "content": content, **others}
     if calls:

@@ -76,6 +76,7 @@ def _decoded(kind: str, sequences: list[tuple[list[int], list[int]]]) -> list[tu
         {"conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": ANSWER["content"]}]},
         {"prompt": ASK["content"], "completion": ANSWER["content"]},
         {"prompt": [ASK], "completion": [ANSWER]},
+        {"messages": [{"from": "human", "value": ASK["content"], "role": None, "content": None}, ANSWER]},
         {
             "messages": [
                 {**ASK, "content": [{"type": "text", "text": ASK["content"]}], "name": None},
@@ -109,11 +110,19 @@ def test_all_forms_of_a_conversation_are_one(fields: dict[str, Any]) -> None:
         ),
         ([ASK], {"tools": [{"type": "function"}]}, "its tools must be a list of functions, each with a name"),
         ([ASK], {"functions": [1]}, 'its "functions" are an older form'),
+        ([ASK], {"system": ["Be kind."]}, 'its "system" is not a text'),
+        ([{"role": "system", "content": "Be rude."}], {"system": "Be kind."}, "differs from its first message"),
     ],
 )
 def test_what_cannot_be_trained_is_named(messages: list[Any], fields: dict[str, Any], words: str) -> None:
     line = one_line(ModelError, talk, *messages, **fields)
     assert line.startswith("a.jsonl:7: ") and words in line
+
+
+def test_second_form_of_a_conversation_is_named() -> None:
+    twice = {**ANSWER, "from": "human", "value": "Three."}
+    found, unused = conversation_of({"messages": [ASK, twice], "prompt": "a", "completion": "b"}, "x")
+    assert found == {"messages": [ASK, twice]} and unused == ("prompt", "completion")
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
