@@ -23,10 +23,17 @@ _FOLLOW_SECONDS = 0.2
 class ChildPeer:
     """Its lines go to stderr of the script unless `quiet`. `state_dir` is None until the peer has told it.
 
-    `run` is the text of its run file; empty: it has none.
+    `run` is the text of its run file; empty: it has none. `place` is its working directory, if not the script's.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], quiet: bool, run: str = "") -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        quiet: bool,
+        run: str = "",
+        place: Path | None = None,
+    ) -> None:
         self._leash, theirs = socket.socketpair()
         self._leash.setblocking(False)
         handle, name = tempfile.mkstemp(prefix="starling-peer-", suffix=".log")
@@ -40,6 +47,7 @@ class ChildPeer:
         with theirs, os.fdopen(handle, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "node", "join", "--own-loop", *arguments],
+                cwd=place,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -43,7 +43,9 @@ class ScriptPeer:
         attach: Path | None,
         messages: Messages,
     ) -> None:
-        self._arguments, self._run, self._attach, self._messages = [*(arguments or ())], run, attach, messages
+        self._arguments, self._run, self._messages = [*(arguments or ())], run, messages
+        self._place = Path.cwd()  # the script may change it, and relative paths stay those of the join
+        self._attach = self._place / attach.expanduser() if attach else None
         self.child: ChildPeer | None = None
         self._ended: ChildPeer | None = None  # whose end is known
         self._starts, self._next_try = 0, 0.0
@@ -95,7 +97,7 @@ class ScriptPeer:
             arguments = [*arguments, "--state-dir", str(directory)]
         environment = {name: value for name, value in os.environ.items() if name != ATTACH}
         try:
-            self.child = ChildPeer(arguments, environment, self._messages.quiet, self._run)
+            self.child = ChildPeer(arguments, environment, self._messages.quiet, self._run, self._place)
         except OSError as error:
             self._next_try = now + 2.0**self._starts
             raise LinkLost(f"a peer cannot be started: {error.strerror or error}") from error
@@ -118,7 +120,7 @@ class ScriptPeer:
         if not (directory := given_state_dir(self._arguments)):
             return False
         with suppress(OSError):
-            if (held := hold(directory)) is not None:
+            if (held := hold(self._place / directory)) is not None:
                 os.close(held)
                 return False
             self._messages.say_once(

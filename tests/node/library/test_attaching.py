@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from node.library import Swarm, SwarmError
+from node.library import Swarm, SwarmError, peer
 from node.library.link import Link
+from node.library.shown import Messages
 from tests.node.library.peer_side import Rounds
 
 
@@ -107,3 +108,16 @@ def test_cell_that_attaches_may_be_run_again(tmp_path: Path) -> None:
 def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SwarmError, match="the optimizer trains no parameter of the model"):
         Swarm.join(model(), torch.optim.SGD(model().parameters(), lr=0.1), attach=tmp_path)
+
+
+def test_relative_paths_stay_those_of_the_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer in place of one that died is one of the same state directory, though the script has gone elsewhere."""
+    places: list[Path] = []
+    monkeypatch.setattr(peer, "ChildPeer", lambda *given: places.append(given[4]))
+    monkeypatch.chdir(tmp_path)
+    own = peer.ScriptPeer(["--state-dir", "mine"], "", None, Messages(True))
+    other = peer.ScriptPeer(None, "", Path("first"), Messages(True))
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir("else")
+    own.connect(has_joined=False)
+    assert places == [tmp_path] and other.state_dir == tmp_path / "first"
