@@ -123,6 +123,6 @@ class ChildPeer:
 def _private(text: str) -> Path:
     """A new file that only this user can read."""
     handle, name = tempfile.mkstemp(prefix="starling-run-", suffix=".toml")
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
     return Path(name)

@@ -176,10 +176,10 @@ def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> list[tuple[str, s
         try:
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
                 raise ValueError(f"{value} is no value")
-            text = json.dumps(str(value) if isinstance(value, Path) else value, allow_nan=False)
+            text = json.dumps(str(value) if isinstance(value, Path) else value, allow_nan=False, ensure_ascii=False)
             if ("null" in text and any(each is None for each in value)) or ("{" in text and not isinstance(value, str)):
                 raise ValueError("a list holds numbers or texts")
         except (TypeError, ValueError) as error:
             raise SwarmError(f"settings: {'.'.join(keys)}: {error}; leave the key out for its default") from None
-        lines.append((".".join(json.dumps(each) for each in keys), text))
+        lines.append((".".join(json.dumps(each, ensure_ascii=False) for each in keys), text))
     return lines

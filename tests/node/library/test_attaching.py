@@ -5,6 +5,7 @@ come.
 from __future__ import annotations
 
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,8 @@ def test_relative_paths_stay_those_of_the_join(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir("else")
     own.connect(has_joined=False)
     assert places == [tmp_path] and other.state_dir == tmp_path / "first"
+
+
+@pytest.mark.parametrize("name", ["attic 🌍", 'a "b"', "a\\b"])
+def test_settings_are_read_as_they_were_given(name: str) -> None:
+    assert tomllib.loads(peer.run_file({"name": name, "options": {name: 1}})) == {"name": name, "options": {name: 1}}
