@@ -161,6 +161,19 @@ def named(**values: object) -> list[str]:
     return [part for name, value in values.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
+def with_settings(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with those that are given. Raises `SwarmError` if they say something else of the same."""
+    found = dict(settings)
+    for name, value in given.items():
+        other = found.get(name)
+        if isinstance(value, Mapping):
+            value = with_settings(value, other if isinstance(other, Mapping) else {})
+        elif other not in (None, value):
+            raise SwarmError(f"settings: {name} = {other!r}, where this call has {value!r}: leave it out of settings")
+        found[name] = value
+    return found
+
+
 def run_file(settings: Mapping[str, Any]) -> str:
     """The text of a run file. Raises `SwarmError` for what one cannot say."""
     return "".join(f"{key} = {value}\n" for key, value in _lines(settings, ()))

@@ -29,7 +29,7 @@ from torch import nn
 
 from node.library.counter import StepCounter, TokensError
 from node.library.parameters import Parameters, SwarmError
-from node.library.peer import ATTACH, ScriptPeer, given_state_dir, named, run_file
+from node.library.peer import ATTACH, ScriptPeer, given_state_dir, named, run_file, with_settings
 from node.library.shown import BarPostfix, Messages, figures, last_report
 from node.library.worker import LOOK_SECONDS, ScriptWorker, State
 
@@ -166,8 +166,8 @@ class Swarm:
         """
         more: dict[str, Any] = {"evaluate": evaluate, "extra": extra, "quiet": quiet}
         more |= {"join_seconds": join_seconds, "wait_seconds": wait_seconds}
-        run = {**(settings or {}), "task": "loop"}
-        run["recipe"] = {**(run.get("recipe") or {}), "inner_steps": inner_steps, "rounds": rounds}
+        given = {"task": "loop", "recipe": {"inner_steps": inner_steps, "rounds": rounds}}
+        run = with_settings(given, settings or {})
         arguments = [*named(state_dir=state_dir), *options]
         return cls(model, optimizer, arguments=arguments, run=run_file(run), **more)
 

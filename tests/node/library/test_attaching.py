@@ -127,3 +127,9 @@ def test_relative_paths_stay_those_of_the_join(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("name", ["attic 🌍", 'a "b"', "a\\b"])
 def test_settings_are_read_as_they_were_given(name: str) -> None:
     assert tomllib.loads(peer.run_file({"name": name, "options": {name: 1}})) == {"name": name, "options": {name: 1}}
+
+
+@pytest.mark.parametrize("settings", [{"task": "gpt"}, {"recipe": {"inner_steps": 7}}])
+def test_settings_against_the_call_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(SwarmError, match=r"settings: \w+ = .*, where this call has .*: leave it out"):
+        Swarm.start(model(), inner_steps=5, rounds=5, settings=settings)
