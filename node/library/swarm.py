@@ -189,6 +189,8 @@ class Swarm:
                 why = worker.problem or f"the peer {what}: see its lines{self._peer.where}, or wait longer"
                 raise SwarmError(f"not in a run after {seconds:g} s: {why}")
             worker.advance(time.monotonic() + LOOK_SECONDS)
+            if worker.problem and self._peer.child is None:
+                self._messages.say_once(f"waiting: {worker.problem}")
         if worker.round < 0:
             why = self._peer.child.last_line() if self._peer.child else ""
             raise SwarmError(f"the peer has left before this script trained: {why or 'the run is over'}")

@@ -133,3 +133,9 @@ def test_settings_are_read_as_they_were_given(name: str) -> None:
 def test_settings_against_the_call_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SwarmError, match=r"settings: \w+ = .*, where this call has .*: leave it out"):
         Swarm.start(model(), inner_steps=5, rounds=5, settings=settings)
+
+
+def test_join_says_for_what_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SwarmError, match=r"not in a run after 0\.1 s"):
+        Swarm.join(model(), attach=tmp_path, join_seconds=0.1)
+    assert f"waiting: no peer with --own-loop runs in {tmp_path}" in capsys.readouterr().err
