@@ -36,6 +36,10 @@ LOST_SECONDS = 30.0
 LOOK_SECONDS = 0.05
 _REPORT_SECONDS = 1.0
 """Between two reports of what has been trained so far, at least."""
+NOT_FINITE = (
+    "what this script has trained is not finite (NaN or infinity), and does not count: the model gets the swarm's "
+    "state, but the optimizer's moments may hold it, too. End the script, and start it with a lower learning rate"
+)
 
 
 class State(Enum):
@@ -152,6 +156,8 @@ class ScriptWorker:
         self.parameters.copy_out(self._shared.local)
         for line in self.parameters.news():
             self._messages.say_once(line)
+        if not math.isfinite(self._shared.local.abs().amax()):
+            self._messages.say_once(NOT_FINITE)
         try:
             self._tell(kind, as_json(self.training.work()))
             self.state = State.WAITING

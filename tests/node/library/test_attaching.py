@@ -4,6 +4,7 @@ come.
 
 from __future__ import annotations
 
+import math
 import time
 import tomllib
 from pathlib import Path
@@ -139,3 +140,15 @@ def test_join_says_for_what_it_waits(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SwarmError, match=r"not in a run after 0\.1 s"):
         Swarm.join(model(), attach=tmp_path, join_seconds=0.1)
     assert f"waiting: no peer with --own-loop runs in {tmp_path}" in capsys.readouterr().err
+
+
+def test_script_whose_training_is_not_finite_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Rounds(tmp_path, inner_steps=2, round_seconds=30):
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with Swarm.join(module, optimizer, attach=tmp_path, join_seconds=20) as swarm:
+            for _ in range(2):
+                (module(torch.randn(3, 4)).sum() * math.nan).backward()
+                optimizer.step()
+                swarm.step(tokens=3)
+    assert "is not finite (NaN or infinity), and does not count" in capsys.readouterr().err
