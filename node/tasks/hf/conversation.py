@@ -51,7 +51,18 @@ def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tu
     if fields.get("functions"):
         raise ModelError(f'{where}: its "functions" are an older form: write them as "tools"')
     used += ["system", "tools", "chat_template_kwargs"]
+    _require_json(found, where)
     return found, tuple(name for name, value in fields.items() if name not in used and value not in (None, [], {}))
+
+
+def _require_json(conversation: Conversation, where: str) -> None:
+    """Columns of parquet may hold times, decimals and bytes, which JSON and templates do not."""
+    fields = [*conversation.items(), *(each for message in conversation["messages"] for each in message.items())]
+    for name, value in reversed(fields):  # those of messages first, since they say more
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ModelError(f"{where}: {name[:40]} is not JSON ({error}): write it as a text, or remove it") from None
 
 
 def _put_system(messages: list[dict[str, Any]], system: Any, where: str) -> None:

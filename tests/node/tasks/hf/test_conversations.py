@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_all_forms_of_a_conversation_are_one(fields: dict[str, Any]) -> None:
             "of a call of 'f' are not an object",
         ),
         ([ASK], {"tools": [{"type": "function"}]}, "its tools must be a list of functions, each with a name"),
+        ([{**ASK, "at": date(2026, 1, 2)}], {}, "at is not JSON (Object of type date is not JSON serializable): write"),
         ([ASK], {"functions": [1]}, 'its "functions" are an older form'),
         ([ASK], {"system": ["Be kind."]}, 'its "system" is not a text'),
         ([{"role": "system", "content": "Be rude."}], {"system": "Be kind."}, "differs from its first message"),
