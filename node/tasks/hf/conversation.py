@@ -32,6 +32,13 @@ _REFUSED = {
     "audio": "is not trained: leave the conversation out",
 }
 
+_NO_OPTIONS = frozenset({
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+"""What says how a template is applied, and is not a variable of it."""
+
 
 def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tuple[Conversation, tuple[str, ...]]:
     """The conversation in a row, and the names of the row's other fields, which are not used."""
@@ -47,6 +54,8 @@ def conversation_of(fields: dict[str, Any], where: str, instead: str = "") -> tu
     if options := fields.get("chat_template_kwargs"):
         if not isinstance(options, dict):
             raise ModelError(f"{where}: chat_template_kwargs must be an object")
+        if reserved := sorted(_NO_OPTIONS & options.keys()):
+            raise ModelError(f"{where}: {reserved[0]} of chat_template_kwargs is not for the template: remove it")
         found["chat_template_kwargs"] = options
     if fields.get("functions"):
         raise ModelError(f'{where}: its "functions" are an older form: write them as "tools"')
