@@ -48,7 +48,8 @@ _DOCUMENTATION = re.compile(
 )
 _HUB_MARKS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")
 _TEST_SPLIT = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE)
-_FIELDS = ("text", "messages", "prompt", "completion")
+_FIELDS = ("text", "messages", "conversations", "prompt", "completion")
+_FIRST_FIELD = re.compile(rf'[\ufeff\s\[]*\{{\s*"({"|".join(_FIELDS)})"\s*:\s*["\[]')
 LINE_CHARACTERS = 280  # of a line that a worker's peer shows
 REASONS = {
     "hidden": "",
@@ -146,7 +147,18 @@ def _look_at(path: Path, head: bytes) -> Look:
         return Look("binary")
     if not head.decode(encoding, "replace").strip("\ufeff \t\r\n\f\v") and len(head) < _PROBED_BYTES:
         return Look("empty")
-    return Look(ROWS.get(suffix, "text"), encoding=encoding)
+    kind = ROWS.get(suffix) or ("json" if _begins_with_row(head.decode(encoding, "replace")) else "text")
+    return Look(kind, encoding=encoding)
+
+
+def _begins_with_row(head: str) -> bool:
+    """Whether a text is rows under another name, such as part-00000, train.jsonl.1 or train.jsonl.bak."""
+    if _FIRST_FIELD.match(head):  # the row may be longer than what is looked at
+        return True
+    with suppress(ValueError, RecursionError):
+        fields, _ = json.JSONDecoder().raw_decode(head.lstrip("\ufeff \t\r\n["))
+        return isinstance(fields, dict) and any(isinstance(fields.get(name), str | list) for name in _FIELDS)
+    return False
 
 
 def _unmarked(head: bytes) -> str:

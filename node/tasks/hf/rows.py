@@ -31,7 +31,7 @@ from node.tasks.hf.corpus import Document, Sample, Seen, is_held_out, joined, re
 from node.tasks.hf.settings import MAX_WORD_CHARACTERS, HfSettings, ModelError
 from node.tasks.hf.source import file_state
 
-FORMAT = 5
+FORMAT = 6
 _KEPT_SECONDS = 30 * 86_400.0  # rows unused for so long are removed, as are unfinished ones
 TARGET, START = 1, 2
 TOKENS, FLAGS, SAMPLE, ABOUT = "tokens.bin", "flags.bin", "sample.jsonl", "about.json"

@@ -63,6 +63,10 @@ READ = {
     "g.JSON.BZ2": bz2.compress(json.dumps(ROWS).encode()),
     "h.csv.xz": lzma.compress(as_csv()),
     "packed without its suffix.jsonl": gzip.compress(LINES),
+    "train.jsonl.1": LINES,
+    "part-00000": LINES.decode().encode("utf-16"),
+    "list.txt": json.dumps(ROWS, indent=1).encode(),
+    "later": b"".join(json.dumps({"id": n, "text": each}).encode() + b"\n" for n, each in enumerate(TEXTS)),
 }
 
 
@@ -176,6 +180,7 @@ FOLDERS: list[tuple[dict[str, bytes | None], list[str], dict[str, int]]] = [
      ["train.txt"], {"documentation": 1, "rows of another split": 1}),
     ({"src/a.py": b"a", "tests/b.py": b"b", "README.md": b"c", "package.json": b'{"name": "x"}', ".git/config": b"x"},
      ["README.md", "src/a.py", "tests/b.py"], {"hidden": 1, "settings": 1}),
+    ({"one.json": b'{"conversations": []}', "two.json": b"{}"}, ["one.json"], {"settings": 1}),
     ({"a.md": b"a", "README.md": CARD}, ["README.md", "a.md"], {}),
     ({"a.JSONL": LINES, "b.txt": b"b", "LICENSE.txt": b"c"}, ["a.JSONL", "b.txt"], {"documentation": 1}),
     ({"a.txt": b"a", "b.txt": None, "c.txt": b" \n", "d.bin": b"\0\1", "e.zip": b"PK\x03\x04", "f.png": POINTER},
