@@ -284,7 +284,7 @@ def guessed_format(path: Path) -> str:
     if look(files[0]).kind == "text":
         return "text"
     try:
-        next(read_documents(files[:1], True), None)
+        next(read_documents(files, True), None)
     except ModelError:
         return "text"
     return "chat"

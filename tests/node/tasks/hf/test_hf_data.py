@@ -180,6 +180,14 @@ def test_rows_are_made_again_after_change_or_damage(made: Path, tmp_path: Path, 
     assert len(list(cache.iterdir())) == 1, "rows unused for long are removed"
 
 
+def test_empty_shard_does_not_decide_the_format(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}')
+    assert guessed_format(tmp_path) == "text"
+    (tmp_path / "b.jsonl").write_text('{"prompt": "one", "completion": "two"}')
+    assert guessed_format(tmp_path) == "chat"
+
+
 def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
     messages: Any = TALK.content["messages"]  # type: ignore[index]
