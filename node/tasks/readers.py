@@ -204,8 +204,7 @@ def _batches(path: Path, found: Look, columns: Sequence[str]) -> Iterator[Any]:
     if found.kind == "parquet":
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            wanted = [each for each in columns if each in names]
-            yield from file.iter_batches(256, columns=wanted or names)
+            yield from file.iter_batches(256, columns=_wanted(path, names, columns))
         return
     with memory_map(str(path)) as source:
         try:
@@ -214,10 +213,16 @@ def _batches(path: Path, found: Look, columns: Sequence[str]) -> Iterator[Any]:
         except ArrowInvalid:
             source.seek(0)
             file = batches = ipc.open_stream(source)  # what `datasets` keeps
-        wanted = [each for each in columns if each in file.schema.names]
+        wanted = _wanted(path, file.schema.names, columns)
         for batch in batches:
             for low in range(0, batch.num_rows, 256):
-                yield batch.slice(low, 256).select(wanted or file.schema.names)
+                yield batch.slice(low, 256).select(wanted)
+
+
+def _wanted(path: Path, names: Sequence[str], columns: Sequence[str]) -> Sequence[str]:
+    if twice := [each for each in columns if names.count(each) > 1]:
+        raise ModelError(f"{shown(path)}: two columns have the name {twice[0]}: rename or remove one of them")
+    return [each for each in columns if each in names] or names
 
 
 def _line(error: BaseException) -> str:

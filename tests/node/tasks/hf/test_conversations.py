@@ -111,7 +111,11 @@ def test_all_forms_of_a_conversation_are_one(fields: dict[str, Any]) -> None:
         ),
         ([ASK], {"tools": [{"type": "function"}]}, "its tools must be a list of functions, each with a name"),
         ([{**ASK, "at": date(2026, 1, 2)}], {}, "at is not JSON (Object of type date is not JSON serializable): write"),
-        ([ASK], {"chat_template_kwargs": {"tokenize": True}}, "tokenize of chat_template_kwargs is not for the template"),
+        (
+            [ASK],
+            {"chat_template_kwargs": {"tokenize": True}},
+            "tokenize of chat_template_kwargs is not for the template",
+        ),
         ([ASK], {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template of chat_template_kwargs is not for"),
         ([ASK], {"functions": [1]}, 'its "functions" are an older form'),
         ([ASK], {"system": ["Be kind."]}, 'its "system" is not a text'),

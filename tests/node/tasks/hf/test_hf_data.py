@@ -188,6 +188,13 @@ def test_empty_shard_does_not_decide_the_format(tmp_path: Path) -> None:
     assert guessed_format(tmp_path) == "chat"
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ModelError, match=r"a\.parquet: two columns have the name text: rename or remove"):
+        list(read_documents([tmp_path / "a.parquet"], False))
+
+
 def test_parquet_holds_texts_and_conversations(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
     messages: Any = TALK.content["messages"]  # type: ignore[index]
