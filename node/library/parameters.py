@@ -7,7 +7,7 @@ not change is which names there are, their shapes and dtypes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -45,6 +45,20 @@ def running_statistics(model: nn.Module) -> list[str]:
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
         for name in ("running_mean", "running_var")
     ]
+
+
+def keeping_modes(model: nn.Module, evaluate: Callable[[], float]) -> Callable[[], float]:
+    """`evaluate`, after which the modules are in the modes that they had: a loop does not know when it is called."""
+
+    def evaluated() -> float:
+        modes = [(each, each.training) for each in model.modules()]
+        try:
+            return evaluate()
+        finally:
+            for each, mode in modes:
+                each.training = mode
+
+    return evaluated
 
 
 class Parameters:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from node.library.counter import StepCounter, TokensError
-from node.library.parameters import Parameters, SwarmError
+from node.library.parameters import Parameters, SwarmError, keeping_modes
 from node.library.peer import ATTACH, ScriptPeer, given_state_dir, named, run_file, with_settings
 from node.library.shown import BarPostfix, Messages, figures, last_report
 from node.library.worker import LOOK_SECONDS, ScriptWorker, State
@@ -87,6 +87,7 @@ class Swarm:
         self._leave_earlier(attach or given_state_dir(arguments or ()))
         parameters = self._of_ranks(model, extra, evaluate is not None, join_seconds)
         parameters = parameters or Parameters(model, extra, self._optimizer)
+        evaluate = evaluate and keeping_modes(model, evaluate)
         self._counter = StepCounter(self._optimizer)
         self._worker = worker = ScriptWorker(
             self._peer, parameters, self._counter, self._ranks, evaluate, self._messages

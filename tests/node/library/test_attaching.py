@@ -16,6 +16,7 @@ from torch import nn
 
 from node.library import Swarm, SwarmError, peer
 from node.library.link import Link
+from node.library.parameters import keeping_modes
 from node.library.shown import Messages
 from tests.node.library.peer_side import Rounds
 
@@ -152,3 +153,13 @@ def test_script_whose_training_is_not_finite_says_so(tmp_path: Path, capsys: pyt
                 optimizer.step()
                 swarm.step(tokens=3)
     assert "is not finite (NaN or infinity), and does not count" in capsys.readouterr().err
+
+
+def test_evaluation_leaves_modules_in_their_modes() -> None:
+    module = model()
+    module[1].eval()
+    assert keeping_modes(module, lambda: float(module.eval()[0].training))() == 0
+    assert [each.training for each in module.modules()] == [True, True, False]
+    with pytest.raises(ZeroDivisionError):
+        keeping_modes(module, lambda: 1 / module.eval()[0].training)()
+    assert module.training
