@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from node.tasks.bystanders import Bystanders, listed
 from node.tasks.extra import ExtraTensors, named_parameters, plain_name
@@ -73,8 +74,10 @@ class Parameters:
         if not named:
             raise SwarmError("the model has no parameter that takes gradients: there is nothing to train")
         for name, each in named:
-            if not each.is_floating_point() or each.is_meta:
-                raise SwarmError(f"parameter {name} is {'without data' if each.is_meta else each.dtype}")
+            if each.is_meta or is_lazy(each):
+                raise SwarmError(f"parameter {name} is without data: give it data (a lazy one: run the model) and join")
+            if not each.is_floating_point():
+                raise SwarmError(f"parameter {name} is {each.dtype}: only real numbers are averaged; freeze it")
         self._expected = {name: (tuple(each.shape), each.dtype) for name, each in named}
         self._optimizer = optimizer
         ids = self._trained_ids()

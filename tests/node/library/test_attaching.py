@@ -163,3 +163,16 @@ def test_evaluation_leaves_modules_in_their_modes() -> None:
     with pytest.raises(ZeroDivisionError):
         keeping_modes(module, lambda: 1 / module.eval()[0].training)()
     assert module.training
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (nn.LazyLinear(2), r"0\.weight is without data: give it data"),
+        (nn.Linear(2, 2, device="meta"), r"0\.weight is without data: give it data"),
+        (nn.Linear(2, 2, dtype=torch.cfloat), r"0\.weight is torch\.complex64: only real numbers are averaged"),
+    ],
+)
+def test_parameters_that_cannot_be_averaged_are_named(more: nn.Module, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SwarmError, match=words):
+        Swarm.join(nn.Sequential(more), attach=tmp_path)
