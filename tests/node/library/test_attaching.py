@@ -156,12 +156,17 @@ def test_script_whose_training_is_not_finite_says_so(tmp_path: Path, capsys: pyt
 
 
 def test_evaluation_leaves_modules_in_their_modes() -> None:
-    module = model()
-    module[1].eval()
-    assert keeping_modes(module, lambda: float(module.eval()[0].training))() == 0
+    first, second = nn.Linear(2, 2), nn.Dropout().eval()
+    module = nn.Sequential(first, second)
+
+    def evaluate() -> float:
+        module.eval()
+        return 1.0 if not first.training else 1 / 0
+
+    assert keeping_modes(module, evaluate)() == 1.0
     assert [each.training for each in module.modules()] == [True, True, False]
     with pytest.raises(ZeroDivisionError):
-        keeping_modes(module, lambda: 1 / module.eval()[0].training)()
+        keeping_modes(module, lambda: 1 / len([each for each in module.eval().modules() if each.training]))()
     assert module.training
 
 
