@@ -42,8 +42,15 @@ def roster(swarm: ScenarioRunner, peer: PeerId = "p0") -> set[PeerId]:
     return {member.peer for member in swarm.head(peer).roster}
 
 
-@pytest.mark.parametrize("wanted", (Activity.REST, Activity.AWAY))
-@pytest.mark.parametrize(("peers", "pausing"), ((2, 1), (4, 3), *long((4, 1), (8, 3))))
+@pytest.mark.parametrize(
+    ("wanted", "peers", "pausing"),
+    (
+        (Activity.REST, 4, 3),
+        (Activity.AWAY, 2, 1),
+        *long((Activity.AWAY, 4, 3), (Activity.REST, 2, 1)),
+        *long(*((wanted, *size) for wanted in (Activity.REST, Activity.AWAY) for size in ((4, 1), (8, 3)))),
+    ),
+)
 @simulated(leaving_swarm)
 async def test_pausing_members_cost_the_others_nothing(
     swarm: ScenarioRunner, peers: int, pausing: int, wanted: Activity

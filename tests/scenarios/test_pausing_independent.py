@@ -14,7 +14,7 @@ from tests.support.checkers import Report, began
 from tests.support.long import diagonal
 
 PEERS, INNER_STEPS, STEP_TOKENS = 4, 10, 256
-FROM, SECONDS = 22.0, 42.0
+FROM, SECONDS = 22.0, 25.0
 SLOWER = 1.02
 
 
@@ -43,7 +43,7 @@ def test_pausing_peers_cost_the_others_nothing(protocol: str, pausing: int, away
     history = outcome.histories["p3"]
     usual = [each for each in history if each["time"] - EPOCH < FROM]
     during = [each for each in history if began(each) - EPOCH > FROM and each["time"] - EPOCH < FROM + SECONDS]
-    assert len(during) > 10 and seconds(during) <= SLOWER * seconds(usual[1:])
+    assert len(during) > 5 and seconds(during) <= SLOWER * seconds(usual[1:])
     assert all(each["tokens"] >= INNER_STEPS * STEP_TOKENS for each in during), "a round was called early"
     if pausing == 1 and protocol != "push_sum":  # there a peer that is given nothing has no partner in that round
         assert {each["outcome"] for each in history if each["time"] - EPOCH < FROM + SECONDS} == {"committed"}

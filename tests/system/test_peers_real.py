@@ -81,6 +81,7 @@ def test_killed_worker_costs_others_no_round(swarm: RealSwarm) -> None:
         assert {each["outcome"] for each in peer.reports() if each["time"] > killed} == {"committed"}
 
 
+@pytest.mark.long
 def test_killed_p2pd_is_restarted(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     victim = four[2]
@@ -199,6 +200,7 @@ def test_away_peer_frees_its_worker_and_returns(swarm: RealSwarm) -> None:
     swarm.check()
 
 
+@pytest.mark.long
 def test_paused_peer_finishes_at_once(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     *others, one = four

@@ -67,6 +67,7 @@ def test_driver_leaves_in_good_order_while_a_stage_has_nobody(tmp_path: Path) ->
         founder.leaves_nothing()
 
 
+@pytest.mark.long
 def test_peers_keep_their_stage_through_deaths_and_restarts(tmp_path: Path) -> None:
     with ChoosingSwarm(tmp_path, PACED) as swarm:
         founder = swarm.found("a")

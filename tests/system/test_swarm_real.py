@@ -124,6 +124,7 @@ def test_three_peers_agree_and_leave_nothing_behind(start: Callable[[int], Runni
     assert "all peers agree" in err and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_others_continue_without_a_killed_peer_until_ctrl_c(start: Callable[[int], Running]) -> None:
     swarm = start(1000)
     swarm.until(lambda: any(len(report["peers"]) == 3 for report in swarm.reports(1)))

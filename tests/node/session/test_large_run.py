@@ -52,6 +52,7 @@ async def test_observer_takes_the_place_of_a_dead_voter(cluster: SessionCluster)
     assert not cluster.network.bugs
 
 
+@pytest.mark.long
 @on_virtual_time
 async def test_clusters_see_each_other_in_a_large_run(cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that all work counts, also after a lead's death."""

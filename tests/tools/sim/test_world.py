@@ -27,6 +27,7 @@ from tests.sim.independent_world import IndependentWorld
 from tests.sim.oracle_protocol import Head, OracleProtocol
 from tests.sim.scenario import Scenario, resolve
 from tests.sim.world import HEALED_SECONDS, Outcome, World, play
+from tests.support.long import long
 
 PROTOCOLS = {World: "butterfly", OracleProtocol: "butterfly", IndependentWorld: "gossip"}
 
@@ -193,8 +194,7 @@ def test_planted_bug_in_voting_is_found(world: type[World], faults: Faults, inva
     "faults, until, invariant, words",
     [
         (Faults(), 9, "contributes", "its mean is without p4"),
-        (CRASH, 99, "progress", "0 rounds of all peers"),
-        (CRASH, 14, "contributes", "all count in round"),
+        *long((CRASH, 99, "progress", "0 rounds of all peers"), (CRASH, 14, "contributes", "all count in round")),
     ],
 )
 def test_work_that_counts_late_or_never_is_found(
