@@ -15,6 +15,9 @@ _DIGITS = r"(?:\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:e\d{1,2})?"
 _NUMBER = re.compile(_DIGITS, re.IGNORECASE)
 _SIZE = re.compile(rf"({_DIGITS})\s*([kmgt]?b?)", re.IGNORECASE)
 
+_BITS = re.compile(r"[KMGT]b\s*(/\s*s)?\s*$")
+"""A unit in which providers give the speed of a line: 10Mb/s are 1.25 MB/s."""
+
 
 def size_bytes(text: str) -> float | None:
     """The number of bytes that a text names; None if it names none."""
@@ -28,10 +31,16 @@ def in_unit(text: str, unit: str) -> str:
     return f"{text}{unit}" if _NUMBER.fullmatch(text.strip()) else text
 
 
+def _not_in_bits(value: object) -> None:
+    if _BITS.search(str(value)):
+        raise ValueError(f"{shown(value)} may mean bits, and sizes are in bytes, of 8 bits each; try 1.5MB or 800kB")
+
+
 def amount(value: object) -> object:
     """Read a number of bytes, or of bytes per second, if it is a text like 1.5MB. Raises ValueError."""
     if not isinstance(value, str):
         return value
+    _not_in_bits(value)
     found = size_bytes(re.sub(r"\s*/\s*s$", "", value.strip()))
     if found is None:
         raise ValueError(f"{shown(value)} is not a number of bytes; try 1.5MB")
@@ -40,6 +49,7 @@ def amount(value: object) -> object:
 
 def rate(value: object) -> object:
     """Read a cap: bytes per second, as a number or as a text like 1.5MB/s. Raises ValueError."""
+    _not_in_bits(value)
     found = None if isinstance(value, bool) else size_bytes(re.sub(r"\s*/\s*s$", "", str(value).strip()))
     if found is None:
         raise ValueError(f"{shown(value)} is not a data rate; try 1.5MB or 800kB")

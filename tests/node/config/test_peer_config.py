@@ -210,6 +210,7 @@ def test_misspelt_key_is_an_error_in_any_source(file: Path) -> None:
     [
         ("1MB", 1e6), ("1.5 MB/s", 1.5e6), ("800kB", 8e5), (".5MB", 5e5), ("2e6", 2e6), (70_000, 7e4),
         ("0", "must be at least 66kB/s"), ("1e16", "must be below 1000TB/s"),
+        ("10Mb", "may mean bits"), ("10 Mb/s", "may mean bits"), ("800kb", 8e5),
         ("1GB/h", "is not a data rate"), (True, "is not a data rate"),
     ],
 )  # fmt: skip
