@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from node.config.multiaddrs import home_path
 from node.config.peer_config import OUTPUT, RUN, SETTINGS, PeerConfig, option_name
 from node.config.sizes import UNITS, in_unit
 from node.config.toml import in_quotes
@@ -93,7 +94,10 @@ def path(text: str) -> Path:
         text = text.strip()
         if why := in_quotes(text):
             raise typer.BadParameter(f"NODE_STATE_DIR: {why}")
-    return Path(text)
+    try:
+        return home_path(Path(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 # -- from the table ---------------------------------------------------------------------------------------------------

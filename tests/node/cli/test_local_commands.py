@@ -101,6 +101,9 @@ def test_variable_names_one_directory(
     assert starling("export", "--out", "out")[2].endswith(" after 5 rounds\n"), "a path may contain a space"
     code, _, err = starling("export", "--out", "other", "--state-dir", str(home / "peer-1"))
     assert code == 0 and err.endswith(" after 10 rounds\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NODE_STATE_DIR", "~/a b")  # no shell replaces it in a file of variables
+    assert starling("export", "--out", "third")[2].endswith(" after 5 rounds\n")
     monkeypatch.setenv("NODE_STATE_DIR", "  ")
     assert "the path is empty" in starling.refused("generate", "x")
 
