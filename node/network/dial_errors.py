@@ -87,8 +87,10 @@ def has_crossed(words: str, before: str | None) -> bool:
 
 def not_listening(words: str) -> str | None:
     taken = [f"{found['kind']} {found['address']}" for found in _TAKEN.finditer(words)]
-    if not taken:
-        return None
+    return in_use(taken) if taken else None
+
+
+def in_use(taken: Sequence[str]) -> str:
     return f"{', '.join(taken)} is in use by another program: stop that, or listen on another port (0: a free one)"
 
 

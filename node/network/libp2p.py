@@ -31,6 +31,7 @@ from node.network.dial_errors import (
     BACKOFF,
     CROSSED,
     has_crossed,
+    in_use,
     is_silent,
     meaning,
     missing,
@@ -40,7 +41,7 @@ from node.network.dial_errors import (
 from node.network.pipe import SocketPipe
 from node.network.sockets import socket_directory
 from node.runtime.identity import Identity
-from node.runtime.listening import interface_hosts
+from node.runtime.listening import interface_hosts, is_taken
 from node.streams.serving import Access, EndingPipe, Serving
 from node.streams.traffic import Traffic
 from protocols.base import Deadline, Handler, NotAccepted, PeerError, PeerGone, PeerId, PeerSilent, Stream
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 _REDIAL_SECONDS = 2.0
 _BACKOFF_SECONDS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_SECONDS = 30.0
+_TAKEN_LOOKS, _TAKEN_SECONDS = 8, 0.25
 _KEPT_PORT_ATTEMPTS = 4
 _MAX_KNOWN, _MAX_HOSTS = 64, 256
 _MAX_CAUSES, _MAX_CAUSES_PER_PEER = 256, 8
@@ -357,6 +359,7 @@ class LibP2PTransport:
     async def _launch(self, listen: Sequence[str], private: bool = False) -> DaemonConnection:
         control = self._directory / "control"
         identity, announce = self._identity.path, self._announce
+        listen = await _not_taken(listen)
         command = arguments(control, identity, listen, announce, self._nat, self._relay, self._relays)
         command += PRIVATE if private else ()
         self._link = await DaemonConnection.start(command, control, self.me, self._incoming, self._relays, not private)
@@ -408,3 +411,15 @@ class LibP2PTransport:
         with suppress(TimeoutError):
             async with asyncio.timeout(_REDIAL_SECONDS):
                 await asyncio.gather(*(dial(peer, address) for peer, address in {**self._seen, **self._known}.items()))
+
+
+async def _not_taken(listen: Sequence[str]) -> Sequence[str]:
+    """Those where no other program listens: two p2pds would share a port, and each get half of the other's dials.
+
+    A p2pd whose peer was killed may need a moment to end. Raises `PortTaken` if none is left.
+    """
+    for _ in range(_TAKEN_LOOKS):
+        if (free := [each for each in listen if not is_taken(each)]) or not listen:
+            return free
+        await asyncio.sleep(_TAKEN_SECONDS)
+    raise PortTaken(in_use(["tcp {2}:{4}".format(*each.split("/")) for each in listen]))

@@ -43,6 +43,18 @@ def listen(hosts: Sequence[str], port: int, backlog: int) -> list[socket.socket]
     raise AssertionError("unreachable")
 
 
+def is_taken(address: str) -> bool:
+    """Whether a socket listens at this multiaddress of an IP address and a fixed port of TCP."""
+    parts = address.split("/")
+    if len(parts) < 5 or parts[1] not in ("ip4", "ip6") or parts[3] != "tcp" or parts[4] == "0":
+        return False
+    try:
+        _bound(parts[2], int(parts[4]), 1).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
 def _at(hosts: Sequence[str], port: int, backlog: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     missing: OSError | None = None

@@ -243,6 +243,8 @@ class TestAddresses:
             both = await make(listen=(f"/ip4/127.0.0.1/tcp/{port}", "/ip4/127.0.0.1/tcp/0"))
             assert len(both.addresses) == 1
             assert f"not listening on /ip4/127.0.0.1/tcp/{port}" in caplog.text
+        with pytest.raises(DaemonError, match="is in use by another program"):  # p2pd itself would share it
+            await make(listen=both.listening[1:])
 
     @on_uvloop
     async def test_listens_on_all_interfaces_in_both_families(
