@@ -90,6 +90,8 @@ def require_faithful(tokenizer: Any, file: Path) -> None:
         at = next((at for at, pair in enumerate(zip(decoded, plain, strict=False)) if len(set(pair)) > 1), 0)
         here, there = plain[max(0, at - 8) : at + 12], decoded[max(0, at - 8) : at + 12]
         warn(f"the tokenizer does not keep all texts as they are: {here!a} becomes {there!a}")
+    if tokenizer.eos_token_id is None:
+        warn("the tokenizer has no eos_token: the model does not learn where a text ends")
 
 
 def load_model(

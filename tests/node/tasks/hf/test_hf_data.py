@@ -22,13 +22,14 @@ from node.tasks.files import select
 from node.tasks.given_data import GivenData
 from node.tasks.hf.chat import Encoder
 from node.tasks.hf.corpus import Document, is_held_out, read_documents
+from node.tasks.hf.model import require_faithful
 from node.tasks.hf.rows import MASKED, Rows, RowWriter, prepare, rows_of
 from node.tasks.hf.settings import HfSettings, ModelError
 from node.tasks.hf.task import check_data, guessed_format, own_rows, parse_sample
 from tests.support.paths import REPOSITORY
 from tests.support.program import run
 from tests.support.refusals import one_line
-from tests.support.small_models import CHAT, conversations, saved_tokenizer, story
+from tests.support.small_models import CHAT, conversations, saved_tokenizer, story, write_tokenizer
 
 CHAT_SETTINGS = HfSettings(context=64, rows=4, format="chat")
 TALK = Document(json.loads(conversations(1)), where="a.jsonl:1")
@@ -178,6 +179,16 @@ def test_rows_are_made_again_after_change_or_damage(made: Path, tmp_path: Path, 
     file.write_text(story(41))
     prepare([file], plain, settings, "t")
     assert len(list(cache.iterdir())) == 1, "rows unused for long are removed"
+
+
+def test_tokenizer_without_an_end_of_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = saved_tokenizer(tmp_path)
+    require_faithful(tokenizer, tmp_path / "tokenizer.json")
+    assert "eos_token" not in capsys.readouterr().err
+    tokenizer.eos_token = None
+    require_faithful(tokenizer, tmp_path / "tokenizer.json")
+    assert "the tokenizer has no eos_token: the model does not learn where a text ends" in capsys.readouterr().err
 
 
 def test_empty_shard_does_not_decide_the_format(tmp_path: Path) -> None:
