@@ -247,6 +247,7 @@ async def test_without_surplus_completed_steps_wait_for_the_cut() -> None:
     assert loop.time() == 20.0
 
 
+@pytest.mark.long
 def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Preset(GptConfig(layers=1, width=16, heads=2, context=16), rows=2, recipe=RECIPE)
     data = torch.arange(5000).mul(7).remainder(97).to(torch.uint8)
