@@ -153,12 +153,17 @@ class ClusterBook:
                 del self._places[peer]
 
     def take(self, attach: Attach, lineage_of: LineageOf) -> AttachReply:
-        """Give a place, take one back, or refuse. The stream's end has been checked to be the sender."""
+        """Give a place, take one back, or refuse. The stream's end has been checked to be the sender.
+
+        A peer that is refused keeps the place that it has from its last epoch, until that ends.
+        """
         peer = attach.sender.peer
         known = self._places.pop(peer, None)
         place = self._place(attach, known, lineage_of) if attach.lead else None
         if place:
             self._places[peer] = place
+        elif known and attach.lead and (known.member, known.rests) == (attach.sender, attach.rests):
+            self._places[peer] = known
         return self.reply(attach.key, peer, place is not None)
 
     def reply(self, key: RoundKey, peer: PeerId, accepted: bool) -> AttachReply:
@@ -388,8 +393,6 @@ class LeadSearch:
 
     def _hear_refusal(self, ask: PlaceRequest, reply: AttachReply) -> None:
         self._refused.add(ask.voter)
-        if self.lead and ask.lead == ask.voter == self.lead.peer:
-            self.lead = None
         if reply.known_since <= min(self._round, self._entered + MEETING_ROUNDS):
             self._met_by = max(self._met_by, reply.known_since)
 

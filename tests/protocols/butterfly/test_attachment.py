@@ -125,6 +125,28 @@ def test_place_ends_with_life_epoch_and_sides() -> None:
         assert here.associates() == () and not here.offered(Member("p")), change
 
 
+def test_refused_for_the_next_epoch_a_peer_keeps_its_place_until_the_last_one_ends() -> None:
+    """Else its work is lost for as long as no other voter has room."""
+    peers = [voter.peer for voter in VOTERS]
+
+    def ranks_last(peer: PeerId) -> bool:
+        return clusters.lead_order(lineage(clusters.epoch_end(peer, 5)), peer, peers)[-1] == LEAD.peer
+
+    here, (mover, *_) = book(), filter(ranks_last, OTHERS)
+    begins = clusters.epoch_end(mover, 5)
+    assert accepts(here, ask(mover))
+    for round in range(6, begins + attachment.GRACE_ROUNDS):
+        assert all(map(here.offered, here.associates()))
+        here.begin(key(round), VOTERS, VOTERS)
+        for peer in OTHERS if round == begins else ():
+            if peer != mover and len(here.associates()) < CLUSTER_ROOM:
+                accepts(here, ask(peer, round))
+        if round >= begins:
+            assert not accepts(here, ask(mover, round)) and here.offered(Member(mover)), round
+    here.begin(key(begins + attachment.GRACE_ROUNDS), VOTERS, VOTERS)
+    assert not here.offered(Member(mover))
+
+
 def test_standby_place_replaces_the_one_in_the_cluster() -> None:
     here = book()
     assert accepts(here, ask("p")) and accepts(here, ask("p", lead=VOTERS[1]))
@@ -308,12 +330,15 @@ def test_next_epoch_keeps_lead_until_another_takes_it() -> None:
     assert search.lead and search.lead.peer == order(begins)[0]
 
 
-def test_lead_that_refuses_the_next_epoch_is_left() -> None:
+def test_lead_that_refuses_the_next_epoch_is_left_when_its_place_ends() -> None:
     search = attached()
-    begins = clusters.epoch_end(ME.peer, 1)
+    lead, begins = search.lead, clusters.epoch_end(ME.peer, 1)
     for round in range(begins, begins + attachment.GRACE_ROUNDS):
         search.begin(key(round), VOTERS, len(VOTERS), lineage)
-        assert search.lead
+        while asks := [each for each in search.due(60.0 * round) if each.lead]:
+            for each in asks:
+                answer(search, each, accepted=False)
+        assert search.lead == lead
     search.begin(key(begins + attachment.GRACE_ROUNDS), VOTERS, len(VOTERS), lineage)
     assert search.lead is None, "its place has ended there"
 
