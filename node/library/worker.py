@@ -156,7 +156,7 @@ class ScriptWorker:
         self.parameters.copy_out(self._shared.local)
         for line in self.parameters.news():
             self._messages.say_once(line)
-        if not math.isfinite(self._shared.local.abs().amax()):
+        if not all(map(math.isfinite, self._shared.local.aminmax())):  # NaN is the least and the largest
             self._messages.say_once(NOT_FINITE)
         try:
             self._tell(kind, as_json(self.training.work()))
