@@ -87,6 +87,7 @@ sim-clusters:
 	$(BIN)/python -m tests.sim --peers 9 --voters 3 --clusters --rounds 4 --seeds 10:12 --faults breaking
 	$(BIN)/python -m tests.sim --peers 9 --voters 3 --clusters --rounds 4 --seeds 102 --faults pausing
 	$(BIN)/python -m tests.sim --peers 9 --voters 3 --clusters --inner-steps 10 --seeds 209 --faults mixed
+	$(BIN)/python -m tests.sim --peers 9 --voters 3 --clusters --rounds 8 --seeds 260 --faults partition
 	$(BIN)/python -m tests.sim --peers 36 --voters 6 --clusters --rounds 4 --seeds 0 --faults lies --json
 sim-breaking:
 	$(BIN)/python -m tests.sim --peers 5 --rounds 4 --seeds 0:12 --faults breaking

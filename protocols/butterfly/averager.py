@@ -79,7 +79,8 @@ class Butterfly:
         lineage_of: LineageOf = lambda round: None,
     ) -> None:
         """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch. `lineage_of`: see
-        `protocols.butterfly.attachment`; used by runs with clusters.
+        `protocols.butterfly.attachment`; needed by runs with clusters. Without it, contributions to rounds of long ago
+        count as lies.
         """
         self.settings = settings
         self._endpoint = ProtocolEndpoint(host, settings, is_acquainted=self._is_acquainted)
@@ -98,6 +99,7 @@ class Butterfly:
         self._round: Round | None = None
         self._parked = defaultdict[PeerId, deque[RoundMessage]](lambda: deque(maxlen=PARKED_LIMIT))
         self._endpoint.listen(CONTROL, ROUND_MESSAGES, self._take)
+        self._lineage_of = lineage_of
         self._attachment = Attachment(self._endpoint, settings.voters, lineage_of) if settings.clusters else None
         if self._attachment:
             self._endpoint.listen(CONTROL, (AttachReply,), self._attachment.take_refusal)
@@ -263,7 +265,8 @@ class Butterfly:
         if here and (key.round > here.round + 1 or (key.round == here.round and key != here)):
             raise BadPayload(f"a contribution to another lineage, round {key.round}")
         if is_past() and not self._rounds.get(key.lineage):
-            if key.lineage not in self._votes:
+            # an honest peer that was cut off may be in a round of long ago still
+            if key.lineage not in self._votes and self._lineage_of(key.round) != key.lineage:
                 raise BadPayload(f"a stale contribution to round {key.round}")
             raise PeerSilent(stream.peer, f"round {key.round} is over")
         attempt = await self._rounds.wait_for(key.lineage, stream, is_past)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,7 @@ from protocols.allreduce.clustered_messages import (
     ClusterPlan,
     member_offers,
 )
-from protocols.base import BadPayload, Buffer, Header, Host, PeerId, Vector
+from protocols.base import BadPayload, Buffer, Header, Host, PeerId, PeerSilent, Vector
 from protocols.butterfly.attachment import UNCOUNTED_ROUNDS
 from protocols.streams.framing import FramedStream
 from protocols.wire import Chunk, Partial
@@ -155,6 +158,20 @@ async def test_lead_behind_which_no_work_counts_is_left(peers: CallingClusters) 
     last = len(peers.chains["a0"])
     await peers.until(last + 2)
     assert "a0" in peers.counted(last + 2)
+
+
+@simulated(CallingClusters, 2, 2)
+async def test_contribution_to_a_round_of_long_ago_is_no_lie(peers: CallingClusters) -> None:
+    """Its sender may have been cut off since. One to a round of no branch that this peer knows is."""
+    await peers.until(8)
+    voter, key = peers.averagers["v0"], peers.rounds["v0"].head.key
+    past = peers.chains["v0"].lineage_of(1)
+    assert past and past not in voter._votes
+    stream: Any = SimpleNamespace(peer="a0")
+    with pytest.raises(PeerSilent):
+        await voter._attempt(stream, replace(key, round=1, lineage=past))
+    with pytest.raises(BadPayload):
+        await voter._attempt(stream, replace(key, round=1, lineage=bytes(32)))
 
 
 class Pair(CallingClusters):
