@@ -322,8 +322,7 @@ class SessionBuilder:
             make_archive=partial(spool, self._peer.state.home),
             on_better=lambda branch: butterfly.supersede(),
         )
-        ties = {"lineage_of": chain.lineage_of} if settings.clusters else {}
-        butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear, **ties)
+        butterfly = load_averager(run.protocol)(host, settings, parts, sync.hear, chain.lineage_of)
         lead: Callable[[], PeerId] = str
         if settings.clusters:
             self._peer.tracker.lead = lead = lambda: butterfly.lead

@@ -23,9 +23,7 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, loop_time, run_with_helper, task_group
-from protocols.allreduce.clustered_messages import (
-    ContributePartial,
-)
+from protocols.allreduce.clustered_messages import ContributePartial
 from protocols.allreduce.clustered_plan import Pace, RoundPlan
 from protocols.allreduce.parts import DataPhase, ReducedPart
 from protocols.allreduce.plan import SCATTER_SHARE, ResolvedPlan

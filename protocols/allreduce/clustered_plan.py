@@ -38,7 +38,7 @@ from protocols.allreduce.clustered_messages import (
 )
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, PlanInputs, ResolvedPlan
 from protocols.base import BadPayload, Member, PeerId, RoundKey
-from protocols.consensus.record import ClusterDigest, coordinators, drawn
+from protocols.consensus.record import ClusterDigest, coordinator, drawn
 from protocols.wire import MAX_SECONDS, Offer, Plan
 
 SLOWEST_SHARE = 0.1
@@ -151,8 +151,7 @@ def outline_of(plan: ClusteredPlan, roster: Sequence[Member]) -> PlanOutline:
 
 def check_signature(outline: PlanOutline, key: RoundKey, roster: Sequence[Member], verify: Verify) -> None:
     """Refuse a plan that the coordinator of its ballot has not signed, with BadPayload, whoever passes it on."""
-    order = coordinators(key.lineage, roster)
-    if not verify(order[outline.ballot % len(order)], outline.signed(key), outline.signature):
+    if not verify(coordinator(key.lineage, roster, outline.ballot), outline.signed(key), outline.signature):
         raise BadPayload("a plan that the coordinator of its ballot has not signed")
 
 

@@ -16,9 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from protocols.allreduce.clustered_messages import (
-    MAX_CLUSTER,
-)
+from protocols.allreduce.clustered_messages import MAX_CLUSTER
 from protocols.base import Deadline, Header, Member, PeerId, RoundKey
 from protocols.butterfly import clusters
 from protocols.butterfly.clusters import CLUSTER_ROOM, MAX_RESTING

@@ -79,8 +79,8 @@ class Butterfly:
         lineage_of: LineageOf = lambda round: None,
     ) -> None:
         """`on_ahead` is called with a peer that is rounds ahead of this one, or on another branch. `lineage_of`: see
-        `protocols.butterfly.attachment`; needed by runs with clusters. Without it, contributions to rounds of long ago
-        count as lies.
+        `protocols.butterfly.attachment`. Without it nobody attaches, and contributions to rounds of long ago count as
+        lies.
         """
         self.settings = settings
         self._endpoint = ProtocolEndpoint(host, settings, is_acquainted=self._is_acquainted)

@@ -43,7 +43,7 @@ from protocols.base import (
     Signer,
 )
 from protocols.butterfly.own_cluster import OwnCluster
-from protocols.consensus.record import coordinators
+from protocols.consensus.record import coordinator, coordinators
 from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 from protocols.wire import Offer, Plan, Ready, blob, canonical_bytes, flag, one, register, uint
 
@@ -422,8 +422,8 @@ class RoundStart:
         if not isinstance(plan, PlanOutline):
             raise BadPayload("a second plan for one round")
         clustered_plan.check_signature(plan, self._key, self._roster, self._verify)
-        order = coordinators(self._key.lineage, self._roster)
-        self._accounting.name(order[plan.ballot % len(order)], "signed two plans of one version")
+        leader = coordinator(self._key.lineage, self._roster, plan.ballot)
+        self._accounting.name(leader, "signed two plans of one version")
 
     def _checked(self, plan: Plan | ClusteredPlan | PlanOutline) -> RoundPlan:
         """What follows from a plan. Raises BadPayload if it breaks a rule."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 
-from protocols.allreduce.clustered_messages import (
-    MAX_CLUSTER,
-)
+from protocols.allreduce.clustered_messages import MAX_CLUSTER
 from protocols.base import PeerId
 from protocols.consensus.record import drawn
 

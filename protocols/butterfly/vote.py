@@ -16,9 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from protocols.aio import Notifier, loop_time
-from protocols.allreduce.clustered_messages import (
-    MAX_CLUSTER,
-)
+from protocols.allreduce.clustered_messages import MAX_CLUSTER
 from protocols.allreduce.clustered_plan import ResolvedClusters, RoundPlan
 from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS

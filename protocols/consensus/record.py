@@ -116,6 +116,10 @@ def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:
     return drawn(line, (member.peer for member in roster))
 
 
+def coordinator(line: bytes, roster: Sequence[Member], ballot: int) -> PeerId:
+    return coordinators(line, roster)[ballot % len(roster)]
+
+
 def drawn(seed: bytes, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
     """These peers in an order that follows from the seed. Peers with seeds of their own do not all ask the same one."""
     return tuple(sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest()))

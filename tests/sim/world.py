@@ -245,8 +245,8 @@ class World(SimSwarm):
             hints=lambda: self.sharing(index),
             on_better=lambda branch: averager.supersede(),
         )
-        lineages = {"lineage_of": chain.lineage_of} if settings.clusters else {}
-        averager = load_averager(self.scenario.protocol)(host, settings, part_cache, sync.hear, **lineages)
+        make = load_averager(self.scenario.protocol)
+        averager = make(host, settings, part_cache, sync.hear, chain.lineage_of)
         outer_loop = ReplicatedOuterLoop(
             chain,
             averager,

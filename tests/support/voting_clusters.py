@@ -19,7 +19,7 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import AveragingResult, Contribution, Head, LocalProgress, Member, Outcome, PeerId, Settings, Vector
 from protocols.butterfly.averager import Butterfly
 from protocols.butterfly.round import Round
-from protocols.consensus.record import Record, coordinators
+from protocols.consensus.record import Record, coordinator, coordinators
 from tests.sim.host import SimSigner
 from tests.support.clustered_swarm import KEY, MAX_WEIGHT, NORM, ROOT, ClusteredSwarm
 
@@ -45,7 +45,7 @@ class VotingClusters(ClusteredSwarm):
 
     def signed(self, outline: PlanOutline) -> PlanOutline:
         """The outline of a plan, signed by the coordinator of its ballot."""
-        signer = SimSigner(self.order[outline.ballot % len(self.order)], self.seed)
+        signer = SimSigner(coordinator(KEY.lineage, self.head.roster, outline.ballot), self.seed)
         return replace(outline, signature=signer.sign(outline.signed(KEY)))
 
     # -- the round ----------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ async def test_lead_behind_which_no_work_counts_is_left(peers: CallingClusters) 
     assert "a0" in peers.counted(last + 2)
 
 
-@simulated(CallingClusters, 2, 2)
+@simulated(CallingClusters, 2, 2, clusters=False)
 async def test_contribution_to_a_round_of_long_ago_is_no_lie(peers: CallingClusters) -> None:
     """Its sender may have been cut off since. One to a round of no branch that this peer knows is."""
     await peers.until(8)

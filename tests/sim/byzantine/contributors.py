@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from protocols import wire
-from protocols.allreduce.clustered_messages import (
-    OfferToLead,
-)
+from protocols.allreduce.clustered_messages import OfferToLead
 from protocols.allreduce.plan import offer_message
 from protocols.base import Buffer, Header, Signer
 from protocols.streams.framing import FramedStream
