@@ -327,6 +327,11 @@ class Members(Protocol):
     def live(self) -> tuple[Member, ...]:
         """The live members, this peer included, ordered by id."""
 
+    def met(self) -> Collection[PeerId]:
+        """Peers that have greeted this one, live or not, as far as it keeps them in mind. In a run too large for each
+        to watch all, those that are live are a few of them.
+        """
+
     async def changed(self, since: int, deadline: Deadline) -> int:
         """Wait until `version` exceeds `since` or the deadline has come, and return the version."""
 
@@ -346,6 +351,9 @@ class StaticMembers:
 
     def live(self) -> tuple[Member, ...]:
         return self._members
+
+    def met(self) -> Collection[PeerId]:
+        return [member.peer for member in self._members]
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))

@@ -63,9 +63,17 @@ class WatchChoice:
             log.info("%d peers are known: this one watches %s", len(known), count)
 
     def next_to_greet(self) -> PeerRecord | None:
-        """Of the peers that are known and neither watched nor live, the one that was not tried for longest."""
+        """Of the peers that are known and neither watched nor live, the one that was not tried for longest. First those
+        that this one wants and has never met, such as voters: in runs with clusters, they give places to those that
+        they have met.
+        """
         resting = [each for each in self._contacts if not (each.live or each.peer in self or each.task)]
-        return min(resting, key=lambda each: (each.tried_at, self._lot(each.peer)), default=None)
+        wanted = set(self._wanted())
+
+        def order(each: PeerRecord) -> tuple[bool, float, bytes]:
+            return bool(each.hello) or each.failures > 0 or each.peer not in wanted, each.tried_at, self._lot(each.peer)
+
+        return min(resting, key=order, default=None)
 
     def introduced(self, to: PeerId) -> list[PeerRecord]:
         """Live peers to name in a greeting. In a large run these are others each time, half of them wanted ones."""

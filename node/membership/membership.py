@@ -16,7 +16,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -122,6 +122,9 @@ class Membership:
         """The live peers that are not away, and this one, in the order of their ids."""
         members = [contact.member for contact in self._contacts if contact.here and contact.member]
         return tuple(sorted((self._local.me, *members)))
+
+    def met(self) -> Collection[PeerId]:
+        return [contact.peer for contact in self._contacts if contact.hello]
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         with suppress(TimeoutError):

@@ -40,7 +40,7 @@ class Attachment:
     def begin(self, head: Head) -> None:
         """Begin a round, or another attempt at it."""
         self._head = head
-        self.book.begin(head.key, head.roster, self._endpoint.host.members.live())
+        self.book.begin(head.key, head.roster, self._endpoint.host.members.met())
         self.search.begin(head.key, head.roster, self._full, self._lineage_of)
         self._notify()
 
@@ -98,7 +98,7 @@ class Attachment:
         while loop_time() < deadline:
             version, live = members.version, set(members.live())
             if self._head:
-                self.book.meet(live, self._head.key.round)
+                self.book.meet(members.met(), self._head.key.round)
             if self.book.lose(live) | self.search.see(live):
                 self._notify()
             await members.changed(version, deadline)

@@ -97,10 +97,12 @@ class ClusterBook:
         self._suspects: set[PeerId] = set()  # they aggregated this voter's work in each of these
         self._barred: RecentDict[PeerId, int] = RecentDict(MAX_MET)  # the first round in which a place is given again
 
-    def begin(self, key: RoundKey, roster: Collection[Member], live: Iterable[Member]) -> None:
-        """Begin a round. Places end with their epoch, and when the associate, its lead or this voter changes sides."""
+    def begin(self, key: RoundKey, roster: Collection[Member], met: Iterable[PeerId]) -> None:
+        """Begin a round. Places end with their epoch, and when the associate, its lead or this voter changes sides.
+        `met`: see `Members`.
+        """
         self._began = min(self._began, key.round)
-        self.meet(live, key.round)
+        self.meet(met, key.round)
         self._key = key if self.me in roster else None
         self._voters = frozenset(member.peer for member in roster)
         self._places = {peer: place for peer, place in self._places.items() if self._stays(peer, place)}
@@ -110,9 +112,9 @@ class ClusterBook:
             return False
         return place.lead in self._voters if place.lead else self._key.round <= place.used + IDLE_ROUNDS
 
-    def meet(self, live: Iterable[Member], round: int) -> None:
-        for member in live:
-            self._met.put_newest(member.peer, lambda: round)
+    def meet(self, met: Iterable[PeerId], round: int) -> None:
+        for peer in met:
+            self._met.put_newest(peer, lambda: round)
 
     def lose(self, live: Collection[Member]) -> bool:
         """Free the places of peers of which no such incarnation is live. Returns whether there were any."""
@@ -226,7 +228,7 @@ class LeadSearch:
         self._seeks = False  # a lead, for the order that it has now
         self._until = 0  # the first round without the lead's place
         self._uncounted = 0  # rounds in a row
-        self._asked: set[PlaceRequest] = set()  # not yet answered
+        self._asked: dict[PlaceRequest, None] = {}  # not yet answered
         self._willing: dict[Member, int] = {}  # voters that gave a place in this search, and their fills
         self._refused: set[PeerId] = set()
         self._slow: set[PeerId] = set()  # a round ended before their answer
@@ -269,7 +271,7 @@ class LeadSearch:
     def answered(self, ask: PlaceRequest, voter: Member, reply: AttachReply) -> None:
         """Take a voter's answer. Each incarnation has its own places: `voter` is the one that was live when asked."""
         is_due = ask in self._asked
-        self._asked.discard(ask)
+        self._asked.pop(ask, None)
         self._slow.discard(ask.voter)
         if not reply.accepted:
             self._hear_refusal(ask, reply)
@@ -284,7 +286,7 @@ class LeadSearch:
     def failed(self, ask: PlaceRequest) -> None:
         """A voter could not be asked, or did not answer in time. It may have given a place all the same."""
         if ask in self._asked:
-            self._asked.discard(ask)
+            del self._asked[ask]
             self._refused.add(ask.voter)
             self._given_up.append(ask.voter)
             self._choose()
@@ -325,7 +327,7 @@ class LeadSearch:
                 PlaceRequest(voter, self.lead.peer if self.lead and not self._seeks else voter)
                 for voter in self._next()
             ]
-            self._asked.update(asks)
+            self._asked = dict.fromkeys(asks)
             if not asks:  # all have refused
                 self._refused.clear()
                 self._not_before = now + self._pause_seconds
@@ -368,7 +370,7 @@ class LeadSearch:
         """
         is_new = seed != self._seed
         self._given_up += [ask.voter for ask in self._asked] + [member.peer for member in self._willing]
-        self._asked, self._willing, self._refused, self._slow = set(), {}, set(), set()
+        self._asked, self._willing, self._refused, self._slow = {}, {}, set(), set()
         self._seed, self._order = seed, order
         self._seeks = is_new or self.lead is None
         self._pause_seconds, self._not_before = RETRY_SECONDS, 0.0

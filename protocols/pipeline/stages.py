@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_low
 from typing import Protocol
 
@@ -41,6 +41,9 @@ class StageMembers:
                 if member == self._me or self._directory.stage_of(member.peer) == self._stage
             )  # fmt: skip
         return self._found
+
+    def met(self) -> Collection[PeerId]:
+        return [peer for peer in self._members.met() if self._directory.stage_of(peer) == self._stage]
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         return await self._members.changed(since, deadline)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 1.0
 LIVENESS_SECONDS = 5.0
+GREETING_SECONDS = 64.0  # until a newcomer has greeted 32 voters that it does not watch, one every two seconds
 
 Pair = tuple[PeerId, PeerId]
 
@@ -37,6 +38,7 @@ class View:
         self.version = 0
         self.changed = Notifier()
         self._known = {**known, me.peer: me}
+        self.met = dict[PeerId, None].fromkeys(self._known)
         self._live: tuple[Member, ...] | None = None
         self._away: set[PeerId] = set()  # those that are away, as they say; never this peer
         self.on_lost: Callable[[Member], None] = lambda member: None
@@ -57,6 +59,7 @@ class View:
     def meet(self, member: Member) -> None:
         if self._known.get(member.peer) != member:
             self._known[member.peer] = member
+            self.met[member.peer] = None
             self._moved()
 
     def lose(self, peer: PeerId) -> None:
@@ -128,6 +131,19 @@ class Contacts:
         self._away: set[PeerId] = set()
         self.near: Callable[[PeerId], Iterable[PeerId]] = lambda peer: network.nodes
         """The peers that see this one, and that it sees. Symmetric; it may name peers that are not there yet."""
+        self.greets_others = False
+        """Whether a peer greets those that it does not see, too. Those that begin at time 0 have done so before."""
+        self._joined: dict[PeerId, float] = {}  # when each began, if it greets others
+
+    def met(self, peer: PeerId) -> list[PeerId]:
+        """The peers that have greeted this one."""
+        seen, now = self.views[peer].met, _now()
+
+        def have_greeted(other: PeerId) -> bool:
+            since = max(self._joined[peer], self._joined[other])
+            return since == 0.0 or since <= now - GREETING_SECONDS
+
+        return [*seen, *(other for other in self._joined if other not in seen and have_greeted(other))]
 
     def open(self, one: PeerId, other: PeerId) -> bool:
         """Whether heartbeats pass between two living peers, both ways."""
@@ -165,6 +181,8 @@ class Contacts:
             else:
                 self._meet(node.peer, peer)
         self._alive[node.peer] = node.member
+        if self.greets_others:
+            self._joined[node.peer] = _now()
 
     def died(self, node: Node) -> None:
         """A peer has died; the others learn it over their links."""

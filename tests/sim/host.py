@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -129,6 +129,9 @@ class SimMembers:
 
     def live(self) -> tuple[Member, ...]:
         return self._view.live()
+
+    def met(self) -> Collection[PeerId]:
+        return self._contacts.met(self._me)
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         with contextlib.suppress(TimeoutError):

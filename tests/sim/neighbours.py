@@ -24,6 +24,10 @@ class Neighbours:
             for peer in peers:
                 self._watch(peer)
 
+    @property
+    def are_some(self) -> bool:
+        return self._of is not None
+
     def of(self, peer: PeerId) -> Iterable[PeerId]:
         return self._peers if self._of is None else self._of[peer]
 

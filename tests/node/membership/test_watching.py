@@ -8,10 +8,13 @@ import hashlib
 import pytest
 
 from node.membership import watchers, watching
+from node.membership.choice import WatchChoice
 from node.membership.failure_detector import CEILING_SECONDS
+from node.membership.peer_record import PeerTable
 from node.membership.watchers import REOPEN_SECONDS, Watchers
 from node.membership.watching import Group, Known, Lot, Role, choose, roster_role, stage_role
 from tests.sim.watching import WatchingWorld
+from tests.support.membership_swarm import greeting
 from tests.support.simulated import on_virtual_time
 
 PEERS = [f"p{number}" for number in range(watching.MAX_WATCHED + 104)]
@@ -52,6 +55,26 @@ def test_newcomer_changes_one_place_of_the_choice() -> None:
     for number in range(50):
         after = choose(role, known([*PEERS, f"new{number}"]), lot)
         assert before and after and len(after - before) <= 1
+
+
+def test_voters_that_were_never_met_are_greeted_first() -> None:
+    """A newcomer soon asks one of them for a place in its cluster. Those that cannot be reached wait their turn."""
+    contacts, lost = PeerTable("me", lambda: ROSTER), ROSTER[:4]
+    choice = WatchChoice(contacts, Lot(b"me"), lambda: ROSTER, lambda known: roster_role("me", ROSTER))
+    for peer in PEERS:
+        contact = contacts.add(peer)
+        assert contact
+        contact.hello = None if peer in PEERS[:80] else greeting(peer)
+        contact.failures = int(peer in lost)
+    choice.renew(0.0)
+    unmet = {peer for peer in ROSTER if peer not in choice} - {*lost}
+    assert len(unmet) > 20
+    for number, _ in enumerate([*unmet]):
+        contact = choice.next_to_greet()
+        assert contact and contact.peer in unmet
+        contact.hello, contact.tried_at = greeting(contact.peer), float(number)
+    contact = choice.next_to_greet()
+    assert contact and contact.peer not in unmet
 
 
 def test_unreachable_voters_are_replaced() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from protocols.base import Member, PeerId, PeerSilent, Settings
+from protocols.butterfly import clusters
 from protocols.butterfly.attaching import ATTACH, Attachment
 from protocols.butterfly.attachment import IDLE_ROUNDS, Attach, AttachReply
 from protocols.history.chain import genesis
@@ -38,7 +39,7 @@ class Places(SimSwarm):
         self.peers = dict[PeerId, Attachment]()
 
     async def set_up(self) -> None:
-        for member in (*VOTERS, *ASSOCIATES):
+        for member in (*self.roster, *ASSOCIATES):
             self.start(member.peer)
 
     def start(self, peer: PeerId) -> None:
@@ -170,6 +171,41 @@ async def test_all_get_lead_and_standby_within_a_round(places: Places) -> None:
 async def test_new_epoch_moves_and_gives_old_places_up(places: Places) -> None:
     await places.until(70)
     places.check()
+
+
+class LargePlaces(Places):
+    """Associates see the voters of their ties and no others, as in a run too large for each to watch all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.roster = tuple(Member(f"v{index}") for index in range(10, 30))
+        voters = [member.peer for member in self.roster]
+        self.near = {**{peer: dict.fromkeys(voters) for peer in voters}, **{member.peer: {} for member in ASSOCIATES}}
+        self.network.contacts.near, self.network.contacts.greets_others = self.near.__getitem__, True
+
+    async def set_up(self) -> None:
+        await super().set_up()
+        asyncio.get_running_loop().create_task(self._meet())
+
+    async def _meet(self) -> None:
+        while True:
+            for peer, attachment in self.peers.items():
+                for other in attachment.ties():
+                    self.near[peer][other] = self.near[other][peer] = None
+                self.network.contacts.acquaint(peer, attachment.ties())
+            await asyncio.sleep(0.25)
+
+
+@simulated(LargePlaces)
+async def test_voters_that_did_not_watch_a_peer_before_its_epoch_give_it_a_place(places: LargePlaces) -> None:
+    """They have met it: it greeted them. Else only those that it asked before would take it."""
+    await places.until(70)
+    places.check()
+    voters = [member.peer for member in places.roster]
+    for member in ASSOCIATES:
+        begins = clusters.epoch_start(member.peer, 70)
+        first = clusters.lead_order(begins.to_bytes(32, "big"), member.peer, voters)[:2]
+        assert {*places.peers[member.peer].leads()} == {*first}
 
 
 @simulated(Places)

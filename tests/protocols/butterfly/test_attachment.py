@@ -28,10 +28,10 @@ def key(round: int) -> RoundKey:
     return RoundKey(bytes(32), "run", lineage(round), round)
 
 
-def book(round: int = 5, live: Sequence[PeerId] = OTHERS) -> ClusterBook:
+def book(round: int = 5, met: Sequence[PeerId] = OTHERS) -> ClusterBook:
     made = ClusterBook(LEAD)
-    made.begin(key(0), VOTERS, (*VOTERS, *map(Member, live)))
-    made.begin(key(round), VOTERS, VOTERS)
+    made.begin(key(0), VOTERS, met)
+    made.begin(key(round), VOTERS, ())
     return made
 
 
@@ -84,16 +84,16 @@ def test_unfounded_request_gets_no_place(attach: Attach) -> None:
 
 def test_id_made_to_fit_a_known_lineage_is_refused() -> None:
     """A voter that first met a peer in this round believes no earlier acquaintance."""
-    here = book(round=70, live=())
+    here = book(round=70, met=())
     claim = ask("p", round=70, since=3)
     assert here.take(claim, lineage) == AttachReply(key(70), False, 0, 70)
-    here.begin(key(71), VOTERS, VOTERS)
+    here.begin(key(71), VOTERS, ())
     assert not accepts(here, ask("p", round=71, since=3)) and accepts(here, ask("p", round=71, since=70))
 
 
 def test_voter_believes_peers_that_were_there_before_it() -> None:
     here = ClusterBook(LEAD)
-    here.begin(key(70), VOTERS, (*VOTERS, Member("p")))
+    here.begin(key(70), VOTERS, ["p"])
     assert accepts(here, ask("p", round=70, since=3))
 
 
@@ -112,16 +112,16 @@ def test_place_ends_with_life_epoch_and_sides() -> None:
                 for round in range(6, begins + 3):
                     assert here.associates() == (Member("p"),), round
                     here.offered(Member("p"))
-                    here.begin(key(round), VOTERS, VOTERS)
+                    here.begin(key(round), VOTERS, ())
             case "admitted":
-                here.begin(key(6), (*VOTERS, Member("p", 1)), VOTERS)
+                here.begin(key(6), (*VOTERS, Member("p", 1)), ())
             case "evicted":
-                here.begin(key(6), VOTERS[1:], VOTERS)
+                here.begin(key(6), VOTERS[1:], ())
                 assert not accepts(here, ask("p", round=6)), "it has no cluster any more"
             case "left":
                 here.take(replace(ask("p"), lead=""), lineage)
             case "idle":
-                here.begin(key(5 + attachment.IDLE_ROUNDS + 1), VOTERS, VOTERS)
+                here.begin(key(5 + attachment.IDLE_ROUNDS + 1), VOTERS, ())
         assert here.associates() == () and not here.offered(Member("p")), change
 
 
@@ -137,13 +137,13 @@ def test_refused_for_the_next_epoch_a_peer_keeps_its_place_until_the_last_one_en
     assert accepts(here, ask(mover))
     for round in range(6, begins + attachment.GRACE_ROUNDS):
         assert all(map(here.offered, here.associates()))
-        here.begin(key(round), VOTERS, VOTERS)
+        here.begin(key(round), VOTERS, ())
         for peer in OTHERS if round == begins else ():
             if peer != mover and len(here.associates()) < CLUSTER_ROOM:
                 accepts(here, ask(peer, round))
         if round >= begins:
             assert not accepts(here, ask(mover, round)) and here.offered(Member(mover)), round
-    here.begin(key(begins + attachment.GRACE_ROUNDS), VOTERS, VOTERS)
+    here.begin(key(begins + attachment.GRACE_ROUNDS), VOTERS, ())
     assert not here.offered(Member(mover))
 
 
@@ -151,7 +151,7 @@ def test_standby_place_replaces_the_one_in_the_cluster() -> None:
     here = book()
     assert accepts(here, ask("p")) and accepts(here, ask("p", lead=VOTERS[1]))
     assert here.associates() == () and here.stands_by() == {Member("p"): VOTERS[1].peer}
-    here.begin(key(6), (LEAD, *VOTERS[2:]), VOTERS)
+    here.begin(key(6), (LEAD, *VOTERS[2:]), ())
     assert here.stands_by() == {}, "the lead left the roster"
 
 
