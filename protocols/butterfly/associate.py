@@ -6,20 +6,18 @@ other voters what was decided. In a run without clusters it asks the voters from
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from protocols import wire
-from protocols.aio import Notifier, loop_time, task_group
+from protocols.aio import loop_time, task_group
 from protocols.allreduce import plan as planning
-from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.clustered_messages import ClusterPlan, ClusterVersion
-from protocols.base import BadPayload, Deadline, Head, PeerId
+from protocols.base import BadPayload, Deadline, PeerId
+from protocols.butterfly.attempt import Attempt
 from protocols.butterfly.call import INFORMED, RoundStart
-from protocols.butterfly.vote import RoundVote, mean_record
+from protocols.butterfly.vote import mean_record
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate, MeanDecided
-from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
 
 LOOK_SECONDS = 0.5  # how often an associate looks whether its lead still tells it what is decided
 VOTE_SECONDS = 0.5  # after the data phase until it asks another voter than its lead what was decided
@@ -29,27 +27,10 @@ record."""
 
 
 class AssociateRound:
-    def __init__(
-        self,
-        *,
-        endpoint: ProtocolEndpoint,
-        head: Head,
-        call: RoundStart,
-        vote: RoundVote,
-        post: ControlChannel,
-        voters: int,
-        deadline: Deadline,
-        changed: Notifier,
-        over: Callable[[], bool],
-        exchange: Callable[[], AllReduce | None],
-    ) -> None:
-        """`voters`: members of a full roster. `exchange` returns the data phase of the latest plan. `changed` is
-        notified of every event of the attempt, and `over` says whether that has ended.
-        """
-        self._host, self._me, self._accounting = endpoint.host, endpoint.me, endpoint.accounting
-        self._voters, self._head, self._call, self._vote, self._post = voters, head, call, vote, post
-        self._deadline, self._changed, self._over, self._exchange = deadline, changed, over, exchange
-        self._cluster, self._began = call.cluster, loop_time()
+    def __init__(self, attempt: Attempt, call: RoundStart, voters: int) -> None:
+        """`voters`: members of a full roster."""
+        self._attempt, self._head, self._me, self._vote = attempt, attempt.head, attempt.me, attempt.vote
+        self._call, self._cluster, self._voters, self._began = call, call.cluster, voters, loop_time()
         self._told: tuple[bytes, Certificate] | None = None  # digest of a record, and votes for it
         self._from_mates: dict[PeerId, ClusterPlan] = {}  # they wait until this peer loses sight of its lead
 
@@ -76,7 +57,8 @@ class AssociateRound:
 
     def share_plan(self) -> None:
         """Pass the plan of a lead that is lost on to members of the cluster of which nothing was heard."""
-        if self._me not in self._head.roster and self._cluster.lead not in self._live_peers() and not self._over():
+        is_lost = self._cluster.lead not in self._attempt.live_peers()
+        if is_lost and self._me not in self._head.roster and not self._attempt.over():
             self._cluster.share({peer for peer, at in self._vote.heard.items() if at >= self._began})
 
     def _on_plan_of_mate(self, peer: PeerId, message: ClusterPlan) -> None:
@@ -90,14 +72,14 @@ class AssociateRound:
     def _take_from_mates(self) -> None:
         """Take the first plan of a lead that is lost, unless it has told this peer one itself."""
         for peer, message in [*self._from_mates.items()]:
-            if message.lead in self._live_peers():
+            if message.lead in self._attempt.live_peers():
                 continue
             del self._from_mates[peer]
             try:
                 if self._call.resolved is None:
                     self._call.on_lead(peer, message)
             except BadPayload as error:
-                self._accounting.name(peer, f"refused: {error}")
+                self._attempt.accounting.name(peer, f"refused: {error}")
 
     # -- the decision -------------------------------------------------------------------------------------------------
 
@@ -108,14 +90,14 @@ class AssociateRound:
         the whole mean.
         """
         has_asked = False
-        while self._call.is_told() and not self._over() and (now := loop_time()) < self._told_by():
+        while self._call.is_told() and not self._attempt.over() and (now := loop_time()) < self._told_by():
             if not has_asked and now >= self._lead_due():
                 has_asked = True
                 for standby in sorted({*self._cluster.standby()} - {self._cluster.lead}):
                     self.request_admission(standby)
-            dues = self._told_by(), self._lead_due(), min(self._deadline, now + LOOK_SECONDS)
-            await self._changed.reached(self._over, min(due for due in dues if due > now))
-        if not self._over():
+            dues = self._told_by(), self._lead_due(), min(self._attempt.deadline, now + LOOK_SECONDS)
+            await self._attempt.until(self._attempt.over, min(due for due in dues if due > now))
+        if not self._attempt.over():
             self._ask_admission()
 
     def _lead_due(self) -> Deadline:
@@ -123,16 +105,17 @@ class AssociateRound:
 
         At once if a part was taken from that lead, which has not reduced it: it may be stopped.
         """
-        exchange = self._exchange()
+        exchange = self._attempt.exchange
         if exchange is None or not exchange.complete:
-            return self._deadline
+            return self._attempt.deadline
         if self._cluster.lead_is_replaced:
             return exchange.finished
         return exchange.finished + VOTE_SECONDS + self._vote.phase_seconds / 2
 
     def _told_by(self) -> Deadline:
-        resolved, patience_seconds = self._call.resolved, self._vote.patience_seconds
-        return self._call.cut_at + resolved.plan.budget_seconds + patience_seconds if resolved else self._deadline
+        if (resolved := self._call.resolved) is None:
+            return self._attempt.deadline
+        return self._call.cut_at + resolved.plan.budget_seconds + self._vote.patience_seconds
 
     async def _conclude_when_told(self) -> None:
         """Take the votes that the lead sends, for the record of the mean that this peer holds.
@@ -142,32 +125,32 @@ class AssociateRound:
         """
 
         def is_ready() -> bool:
-            return self._over() or self._expected_record() is not None
+            return self._attempt.over() or self._expected_record() is not None
 
-        while await self._until(lambda: self._told is not None or self._over()) and self._told:
+        while await self._attempt.until(lambda: self._told is not None or self._attempt.over()) and self._told:
             (digest, votes), self._told = self._told, None
             while not is_ready() and loop_time() < (until := self._moves_until()):
-                await self._until(is_ready, until)
+                await self._attempt.until(is_ready, until)
             record = self._expected_record()
             if record is not None and records.lineage(record) == digest:
                 self._vote.receive(votes.sender.peer, replace(votes, record=record))
-            elif not self._over():
+            elif not self._attempt.over():
                 self.request_admission(votes.sender.peer)
 
     def _moves_until(self) -> Deadline:
-        exchange = self._exchange()
-        return min(self._deadline, exchange.moved + RECORD_SECONDS) if exchange else 0.0
+        exchange = self._attempt.exchange
+        return min(self._attempt.deadline, exchange.moved + RECORD_SECONDS) if exchange else 0.0
 
     def _on_mean_decided(self, peer: PeerId, message: MeanDecided) -> None:
         sender = next((member for member in self._head.roster if member.peer == peer), None)
         if sender is None or self._me in self._head.roster:
             raise BadPayload("votes from a peer that is not a voter, or sent to one")
         self._told = message.digest, self._vote.tally.whole(message, sender)
-        self._changed.notify()
+        self._attempt.changed.notify()
 
     def _expected_record(self) -> bytes | None:
         """The record of the mean that this peer holds, if nothing else changes by it."""
-        resolved, head, exchange = self._call.resolved, self._head, self._exchange()
+        resolved, head, exchange = self._call.resolved, self._head, self._attempt.exchange
         if resolved is None or exchange is None or not exchange.complete:
             return None
         if exchange.task.resolved.digest != resolved.digest:
@@ -182,7 +165,7 @@ class AssociateRound:
         While the roster is full, ask the coordinators of the first two ballots: they also send the certificate. In a
         large run this peer sees few voters, and others would refuse it: then these are the first two that it sees.
         """
-        tally, live = self._vote.tally, self._host.members.live()
+        tally, live = self._vote.tally, self._attempt.host.members.live()
         former = [member.peer for member in live if self._vote.forks_only and tally.was_member(member)]
         asked = records.coordinators(self._head.key.lineage, self._head.roster)
         if len(asked) >= self._voters and not self._vote.forks_only:
@@ -193,10 +176,4 @@ class AssociateRound:
 
     def request_admission(self, peer: PeerId) -> None:
         if peer != self._me.peer:
-            self._post.send(peer, wire.AdmissionRequest(self._head.key, self._me, self._head.state_root))
-
-    async def _until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
-        return await self._changed.reached(condition, self._deadline if deadline is None else deadline)
-
-    def _live_peers(self) -> set[PeerId]:
-        return {member.peer for member in self._host.members.live()}
+            self._attempt.post.send(peer, wire.AdmissionRequest(self._head.key, self._me, self._head.state_root))

@@ -38,9 +38,9 @@ from protocols.base import (
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.attaching import Attachment
 from protocols.butterfly.attachment import AttachReply, LineageOf
-from protocols.butterfly.call import Resting
 from protocols.butterfly.coordinator import RoundCoordinator
 from protocols.butterfly.lagging import LaggingPeers
+from protocols.butterfly.resting import Resting
 from protocols.butterfly.round import Round
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus.messages import MESSAGES, MeanDecided, VoteMessage

@@ -9,15 +9,13 @@ covers the offers. Its work so far counts, but the round is called as if it were
 there is nothing to call the round for.
 """
 
-# ruff: noqa: RUF009 - a field's bound is its default
-
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from protocols.aio import Notifier, loop_time
+from protocols.aio import loop_time
 from protocols.allreduce import clustered_plan
 from protocols.allreduce import plan as planning
 from protocols.allreduce.clustered_messages import (
@@ -34,18 +32,16 @@ from protocols.base import (
     AveragingResult,
     BadPayload,
     Deadline,
-    Head,
     Header,
     LocalProgress,
     Member,
     PeerId,
-    RoundKey,
-    Signer,
 )
+from protocols.butterfly.attempt import Attempt
 from protocols.butterfly.own_cluster import OwnCluster
+from protocols.butterfly.resting import Resting
 from protocols.consensus.record import coordinator, coordinators
-from protocols.streams.endpoint import ControlChannel, ProtocolEndpoint
-from protocols.wire import Offer, Plan, Ready, blob, canonical_bytes, flag, one, register, uint
+from protocols.wire import Offer, Plan, Ready
 
 GROWTH = 1.25  # an offer is sent again when its tokens have grown by this factor
 LEAVER_SECONDS = 2.0
@@ -59,57 +55,6 @@ CALL_SECONDS = 0.05
 each other's last offers at just the moment at which they wait for the plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resting(Header):
-    """A member's signed statement to the whole roster that it rests, or that it works again.
-
-    Only a higher `number` than before is taken: no statement of an earlier attempt at the round can be played again.
-    """
-
-    key: RoundKey = one(RoundKey)
-    member: Member = one(Member)
-    number: int = uint(1 << 40)
-    rests: bool = flag()
-    signature: bytes = blob(128)
-
-    def signed(self) -> bytes:
-        return b"starling resting" + canonical_bytes(replace(self, signature=b""))
-
-
-register(192, (Resting,))
-
-
-class RestingMembers:
-    """What the members of a roster have said in one round about resting. It outlives the attempts at the round."""
-
-    def __init__(self) -> None:
-        self._last: dict[PeerId, Resting] = {}
-
-    def peers(self) -> frozenset[PeerId]:
-        return frozenset(peer for peer, statement in self._last.items() if statement.rests)
-
-    def has_rested(self, peer: PeerId) -> bool:
-        """Whether a member has said in this round that it rests, even if it works again."""
-        return peer in self._last
-
-    def state(self, key: RoundKey, me: Member, rests: bool, signer: Signer) -> Resting:
-        known = self._last.get(me.peer)
-        statement = Resting(key, me, known.number + 1 if known else 1, rests, b"")
-        self._last[me.peer] = statement = replace(statement, signature=signer.sign(statement.signed()))
-        return statement
-
-    def take(self, statement: Resting, verify: Callable[[PeerId, bytes, bytes], bool]) -> bool:
-        """Take a member's statement; whether it is newer than those before. Raises BadPayload if forged."""
-        peer = statement.member.peer
-        known = self._last.get(peer)
-        if known and statement.number <= known.number:
-            return False
-        if not verify(peer, statement.signed(), statement.signature):
-            raise BadPayload("a statement about resting with a forged signature")
-        self._last[peer] = statement
-        return True
-
-
 class RoundStart:
     """One member's side of the call: the offers until then, and the latest plan.
 
@@ -118,34 +63,29 @@ class RoundStart:
 
     def __init__(
         self,
-        *,
-        endpoint: ProtocolEndpoint,
-        head: Head,
+        attempt: Attempt,
         inputs: planning.PlanInputs,
-        post: ControlChannel,
+        *,
         bandwidth: float,
-        deadline: Deadline,
         since: float | None = None,
-        resting: RestingMembers,
-        changed: Notifier,
         present: Callable[[], Sequence[Member]],
         roster_changes: Callable[[], bool],
         lagging: Callable[[], Collection[PeerId]],
     ) -> None:
-        """`bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`. `changed` is notified of every
-        offer and plan. `present` returns the members that are not gone, and `roster_changes` whether a record would
-        change the roster. `lagging`: see `protocols.butterfly.lagging`.
+        """`bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`. `present` returns the members
+        that are not gone, and `roster_changes` whether a record would change the roster. `lagging`: see
+        `protocols.butterfly.lagging`.
         """
+        head, post, self._changed, self._deadline = attempt.head, attempt.post, attempt.changed, attempt.deadline
         self.cut = asyncio.Event()
         self.resolved: RoundPlan | None = None  # the latest plan; None before the call
-        self.cut_at = deadline  # when the last member has to send its work
+        self.cut_at = attempt.deadline  # when the last member has to send its work
         self._present, self._roster_changes, self._lagging = present, roster_changes, lagging
-        self._resting, self._stated = resting, False
-        self._me, self._bandwidth, self._deadline = endpoint.me, bandwidth, deadline
-        self._signer, self._accounting = endpoint.host.signer, endpoint.accounting
-        self._post, self._changed = post, changed
+        self._resting, self._stated = attempt.vote.resting, False
+        self._me, self._bandwidth, self._post = attempt.me, bandwidth, post
+        self._signer, self._accounting = attempt.host.signer, attempt.accounting
         self._key, self._roster, self._inputs = head.key, head.roster, inputs
-        self._has_clusters = endpoint.settings.clusters
+        self._has_clusters = attempt.settings.clusters
         self.cluster = OwnCluster(self._me, inputs, head.roster, post, self._verify)
         self._order = coordinators(head.key.lineage, head.roster)
         self._began = loop_time() if since is None else since
@@ -157,7 +97,7 @@ class RoundStart:
         self._leader = self._order[0]  # coordinator of the present ballot
         self._verified: dict[PeerId, tuple[bytes, bytes]] = {}  # the last message and signature found genuine
         self._spread: asyncio.TimerHandle | None = None
-        self._timer = asyncio.get_running_loop().call_at(deadline, self.cut.set)
+        self._timer = asyncio.get_running_loop().call_at(attempt.deadline, self.cut.set)
 
     def close(self, result: AveragingResult | None) -> None:
         """End the attempt. `result` is its own; None if it was given up before."""

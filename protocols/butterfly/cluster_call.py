@@ -27,9 +27,12 @@ from protocols.allreduce.clustered_messages import (
     OfferToLead,
     PlanOutline,
 )
+from protocols.allreduce.plan import PlanInputs
 from protocols.base import AveragingResult, BadPayload, Header, LocalProgress, PeerId
 from protocols.butterfly.attaching import Attachment
-from protocols.butterfly.call import GROWTH, Resting, RoundStart, recency
+from protocols.butterfly.attempt import Attempt
+from protocols.butterfly.call import GROWTH, RoundStart, recency
+from protocols.butterfly.resting import Resting
 from protocols.consensus.record import Record
 from protocols.wire import Offer, Plan
 
@@ -44,12 +47,10 @@ class ClusteredStart(RoundStart):
     the form of an offer: its tokens, and whether the cluster is complete.
     """
 
-    def __init__(self, *, attachment: Attachment, votes: bool, **call: Any) -> None:
-        """`attachment` has the places in this peer's cluster, or its own in another. `votes`: whether it may vote.
-        `call`: as for `RoundStart`.
-        """
-        super().__init__(**call)
-        self._attachment, self._votes = attachment, votes
+    def __init__(self, attempt: Attempt, inputs: PlanInputs, *, attachment: Attachment, **call: Any) -> None:
+        """`attachment` has the places in this peer's cluster, or its own in another. `call`: as for `RoundStart`."""
+        super().__init__(attempt, inputs, **call)
+        self._attachment, self._votes = attachment, attempt.vote.votes
         self._rests = False
         self._statement: Resting | None = None  # an associate's latest about resting
         self._of_clusters = False

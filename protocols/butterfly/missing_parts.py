@@ -6,19 +6,17 @@ It waits for those that its own data phase may still bring, and fetches the othe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
-from protocols.aio import Notifier, loop_time, task_group
-from protocols.allreduce.all_reduce import AllReduce
+from protocols.aio import loop_time, task_group
 from protocols.allreduce.parts import PartFormat, ReducedPart
-from protocols.base import BadPayload, Deadline, Head, PeerId
+from protocols.base import BadPayload, Deadline, PeerId
 from protocols.blobs.parts import PARTS_AT_ONCE, PartCache, PartDownload
-from protocols.butterfly.vote import RoundVote
+from protocols.butterfly.attempt import Attempt
 from protocols.consensus import record as records
 from protocols.consensus.record import Record
-from protocols.streams.endpoint import ProtocolEndpoint
 
 RETRY_SECONDS = 0.5  # pause before parts that could not be fetched are asked for again
 OWN_PART_SECONDS = 0.5
@@ -27,35 +25,19 @@ all hold it. Its reducer may be stopped."""
 
 
 class MissingParts:
-    def __init__(
-        self,
-        *,
-        endpoint: ProtocolEndpoint,
-        head: Head,
-        vote: RoundVote,
-        part_format: PartFormat,
-        part_cache: PartCache,
-        deadline: Deadline,
-        changed: Notifier,
-        over: Callable[[], bool],
-        exchange_of: Callable[[bytes], AllReduce | None],
-    ) -> None:
-        """`exchange_of` returns the data phase of the plan with this digest, if that is the latest one. `changed` is
-        notified of every event of the attempt, and `over` says whether that has ended.
-        """
-        self._host, self._me, self._accounting = endpoint.host, endpoint.me, endpoint.accounting
-        self._head, self._vote, self._format, self._part_cache = head, vote, part_format, part_cache
-        self._elements = endpoint.settings.elements[head.key.fragment]
-        self._deadline, self._changed, self._over, self._exchange_of = deadline, changed, over, exchange_of
+    def __init__(self, attempt: Attempt, part_format: PartFormat, part_cache: PartCache) -> None:
+        self._attempt, self._head, self._me, self._vote = attempt, attempt.head, attempt.me, attempt.vote
+        self._host, self._accounting = attempt.host, attempt.accounting
+        self._format, self._part_cache = part_format, part_cache
 
     async def fetch_for_vote(self) -> None:
         """Fetch the parts that this member's vote waits for, from the members that have voted already.
 
         Past the attempt's deadline nothing is fetched, though the attempt lasts until an overlapped step has ended.
         """
-        vote = self._vote
-        while await self._until(lambda: bool(vote.wanted) or self._over()):
-            if self._over() or loop_time() >= self._deadline:
+        attempt, vote = self._attempt, self._vote
+        while await attempt.until(lambda: bool(vote.wanted) or attempt.over()):
+            if attempt.over() or loop_time() >= attempt.deadline:
                 return
             proposed, wanted, ballot = vote.proposed, vote.wanted, vote.paxos.ballot
             vote.wanted = ()
@@ -69,7 +51,7 @@ class MissingParts:
             missing = tuple(each for each in wanted if each not in self._part_cache.of(self._head.key.lineage))
             if missing and not vote.wanted:
                 # A newer proposal may come meanwhile. Its parts are wanted then, and those of this one no more.
-                await self._until(lambda: self._over() or bool(vote.wanted), self._within(RETRY_SECONDS))
+                await attempt.until(lambda: attempt.over() or bool(vote.wanted), attempt.within(RETRY_SECONDS))
                 vote.wanted = vote.wanted or missing
 
     async def _obtain(
@@ -79,11 +61,11 @@ class MissingParts:
         part = record.parts[index]
         await self._await_own_part(record, index, still_seconds)
         held = self._part_cache.get(part.digest)
-        if held is None and record.tiles(self._elements):
+        if held is None and record.tiles(self._attempt.elements):
             held = await self.fetch(holders, part, self._format.part_of(record, index))
             if held:
                 self._blame_double_signer(record, index, held)
-                if exchange := self._exchange_of(record.plan):
+                if exchange := self._attempt.exchange_of(record.plan):
                     exchange.pass_on(index, held)
         if held:
             self._vote.keep(held)
@@ -91,27 +73,28 @@ class MissingParts:
 
     async def _await_own_part(self, record: Record, index: int, still_seconds: float) -> None:
         """Wait for a part that this member's own data phase may still complete, as long as data flows."""
-        exchange = self._exchange_of(record.plan)
+        exchange = self._attempt.exchange_of(record.plan)
         if exchange is None:
             return
 
         def settled() -> bool:
-            return index in exchange.parts or index in exchange.failed or self._exchange_of(record.plan) is not exchange
+            is_replaced = self._attempt.exchange_of(record.plan) is not exchange
+            return is_replaced or index in exchange.parts or index in exchange.failed
 
         def flows_until() -> Deadline:
             return min(exchange.task.deadline, exchange.moved + still_seconds)
 
         while not settled() and loop_time() < flows_until():
-            await self._until(settled, flows_until())
+            await self._attempt.until(settled, flows_until())
 
     async def fetch(self, holders: Sequence[PeerId], wanted: wire.PartDigest, held: ReducedPart) -> ReducedPart | None:
         """Fetch a part into `held`, which is empty, from its holders. Each may be silent for the time of a ballot."""
-        live, patience_seconds = self._live_peers(), self._vote.patience_seconds
+        live, patience_seconds = self._attempt.live_peers(), self._vote.patience_seconds
         asked = [peer for peer in dict.fromkeys(holders) if peer != self._me.peer and peer in live]
         download = PartDownload(
             self._host, self._accounting, wanted=wanted, part=held, silence_seconds=patience_seconds
         )
-        if not await download.run(lambda: asked, self._within(patience_seconds * len(asked))):
+        if not await download.run(lambda: asked, self._attempt.within(patience_seconds * len(asked))):
             return None
         try:
             await self._host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
@@ -123,7 +106,7 @@ class MissingParts:
 
     def _blame_double_signer(self, record: Record, index: int, held: ReducedPart) -> None:
         """Blame a reducer that signed two different results for one part. The signatures prove it."""
-        exchange, theirs = self._exchange_of(record.plan), held.done
+        exchange, theirs = self._attempt.exchange_of(record.plan), held.done
         mine = exchange.parts.get(index) if exchange else None
         if not exchange or not mine or not mine.done or not theirs or mine.result == held.result:
             return
@@ -142,9 +125,7 @@ class MissingParts:
             return None
         lot, turn = self._head.key.lineage + self._me.peer.encode(), asyncio.Semaphore(PARTS_AT_ONCE)
         voters = records.drawn(lot, (vote.voter.peer for vote in certificate.votes))
-        if self._live_peers().isdisjoint(
-            voters
-        ):  # an observer of a large run sees few of the roster, which has decided
+        if self._attempt.live_peers().isdisjoint(voters):  # it sees few of the roster of a large run, which has decided
             voters = records.drawn(lot, (member.peer for member in self._head.roster))
         holders = (*(peer for peer in records.drawn(lot, mates) if peer not in voters), *voters)
 
@@ -158,12 +139,3 @@ class MissingParts:
             jobs = [group.create_task(one(index)) for index in range(len(record.parts))]
         parts = [part for job in jobs if (part := job.result())]
         return parts if len(parts) == len(jobs) else None
-
-    async def _until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
-        return await self._changed.reached(condition, self._deadline if deadline is None else deadline)
-
-    def _within(self, seconds: float) -> Deadline:
-        return min(self._deadline, loop_time() + seconds)
-
-    def _live_peers(self) -> set[PeerId]:
-        return {member.peer for member in self._host.members.live()}

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from protocols.base import Head, Member, PeerId
-from protocols.butterfly.vote import RoundVote
+from protocols.base import BadPayload, Member, PeerId
+from protocols.butterfly.attempt import Attempt
 from protocols.consensus import record as records
 from protocols.consensus.vote_tally import max_admitted, min_retained
-from protocols.streams.endpoint import ProtocolEndpoint
 
 
 class NextRoster:
-    def __init__(self, endpoint: ProtocolEndpoint, head: Head, vote: RoundVote, voters: int) -> None:
+    def __init__(self, attempt: Attempt, voters: int) -> None:
         """`voters`: members of a full roster."""
         self.candidates: dict[PeerId, Member] = {}  # they ask for admission, and hold the state
-        self._me, self._members, self._head, self._vote = endpoint.me, endpoint.host.members, head, vote
-        self._voters, self._least_members = voters, endpoint.settings.least_members
+        self._me, self._head, self._vote = attempt.me, attempt.head, attempt.vote
+        self._members, self._voters, self._least_members = attempt.host.members, voters, attempt.settings.least_members
+
+    def ask(self, peer: PeerId, member: Member, state_root: bytes) -> None:
+        """Take a peer's request for admission. Raises BadPayload if it names another one, or has another state."""
+        if member.peer != peer:
+            raise BadPayload(f"asks for the admission of {member.peer}")
+        if state_root != self._head.state_root:
+            raise BadPayload("asks for admission with another state")
+        self.candidates[peer] = member
 
     def drawn(self, mute: Collection[PeerId] = ()) -> tuple[Member, ...]:
         """Live members that stay, and candidates. Evicts `mute` members, if enough others are here."""

@@ -9,13 +9,13 @@ that ends undecided leaves its vote and its parts to the next one. What a peer w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from protocols import wire
-from protocols.aio import Notifier, loop_time, task_group
+from protocols.aio import loop_time, task_group
 from protocols.allreduce.all_reduce import DATA, AllReduce
 from protocols.allreduce.clustered_all_reduce import ClusteredAllReduce
 from protocols.allreduce.clustered_messages import (
@@ -50,11 +50,13 @@ from protocols.base import (
 from protocols.blobs.parts import PartCache
 from protocols.butterfly.associate import AssociateRound
 from protocols.butterfly.attaching import Attachment
-from protocols.butterfly.call import Resting, RoundStart
+from protocols.butterfly.attempt import Attempt
+from protocols.butterfly.call import RoundStart
 from protocols.butterfly.cluster_call import ClusteredStart
 from protocols.butterfly.lagging import LaggingPeers
 from protocols.butterfly.missing_parts import MissingParts
 from protocols.butterfly.next_roster import NextRoster
+from protocols.butterfly.resting import Resting
 from protocols.butterfly.vote import RoundVote
 from protocols.consensus import record as records
 from protocols.consensus.messages import MeanDecided, StartBallot, VoteMessage
@@ -67,7 +69,7 @@ WATCH_SECONDS = 0.5  # how often a member looks whether a fork is due
 ASK_SECONDS = 0.25  # time for a peer in the next round to send this round's certificate, before another one is asked
 
 
-class Round:
+class Round(Attempt):
     def __init__(
         self,
         *,
@@ -87,64 +89,31 @@ class Round:
         """`vote` outlives the attempt. `bandwidth` is this member's upload, bytes/s. `since`: see `Averager.enter`.
         `rested`: members that rested in the last round. `attachment`: this peer's ties to clusters, if the run has any.
         """
-        self.host, self.me, self.post, self.accounting = endpoint.host, endpoint.me, post, endpoint.accounting
-        self.head, self.vote, self.deadline = head, vote, deadline
-        self.changed = Notifier()  # notified of every event of the round
-        self.exchange: AllReduce | None = None  # the data phase of the latest plan
-        self._format, self._part_cache = part_format, part_cache
+        super().__init__(endpoint, post, head, vote, deadline)
         settings = endpoint.settings
-        self._elements, self._overlaps = settings.elements[head.key.fragment], settings.overlaps
-        self._awaits_backup = settings.awaits_backup
+        self._format, self._part_cache = part_format, part_cache
         self._voters, self._lagging, self._rested = min(settings.voters, MAX_ROSTER), lagging, rested
-        self.next_roster = NextRoster(endpoint, head, vote, self._voters)
+        self.next_roster = NextRoster(self, self._voters)
         self._ahead: dict[PeerId, None] = {}  # peers that are in the next round, and were not asked since they said so
         self._seen = self.live_peers()  # in this attempt
-        self._superseded = False
         self._result: AveragingResult | None = None
         self._running: asyncio.Task[None] | None = None
-        start = partial(ClusteredStart, attachment=attachment, votes=vote.votes) if attachment else RoundStart
-        self.call = start(
-            endpoint=endpoint,
-            head=head,
-            inputs=_inputs_of(head, settings, part_format.codec),
-            post=post,
+        start = partial(ClusteredStart, attachment=attachment) if attachment else RoundStart
+        self.call = call = start(
+            self,
+            _inputs_of(head, settings, part_format.codec),
             bandwidth=bandwidth,
-            deadline=deadline,
             since=since,
-            resting=vote.resting,
-            changed=self.changed,
             present=self.next_roster.present,
             roster_changes=self.roster_changes,
             lagging=self.lagging,
         )
-        self.cut, self.cluster = self.call.cut, self.call.cluster
-        self.call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
-        self.parts = MissingParts(
-            endpoint=endpoint,
-            head=head,
-            vote=vote,
-            part_format=part_format,
-            part_cache=part_cache,
-            deadline=deadline,
-            changed=self.changed,
-            over=self.over,
-            exchange_of=self.exchange_of,
-        )
-        call = self.call  # the vote outlives this object
-        vote.begin_attempt(head, self.changed, lambda: call.resolved)
+        self.cut, self.cluster = call.cut, call.cluster
+        call.led_by(vote.tally.coordinator(vote.paxos.promised))  # an earlier attempt may have moved on
+        self.parts = MissingParts(self, part_format, part_cache)
+        self.associate = AssociateRound(self, call, self._voters)
+        vote.begin_attempt(head, self.changed, lambda: call.resolved)  # it outlives this object
         vote.to_tell, vote.mates = call.to_tell, call.cluster.mates
-        self.associate = AssociateRound(
-            endpoint=endpoint,
-            head=head,
-            call=call,
-            vote=vote,
-            post=post,
-            voters=self._voters,
-            deadline=deadline,
-            changed=self.changed,
-            over=self.over,
-            exchange=lambda: self.exchange,
-        )
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -170,8 +139,8 @@ class Round:
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         """Run the data phase of each plan that is called, until the round is over and the decided mean is in `into`."""
         source, target = VectorView(mine), VectorView(into)
-        if not source.size == target.size == self._elements:
-            raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._elements}")
+        if not source.size == target.size == self.elements:
+            raise ValueError(f"{source.size} and {target.size} elements; the run averages {self.elements}")
         await self.cut.wait()  # it is set at the round's deadline at the latest
         self.accounting.seconds_moving = 0.0
         async with task_group() as group:
@@ -229,7 +198,7 @@ class Round:
             if peer not in live and peer != self.me.peer and self._sees(peer):
                 exchange.lose(peer, "gone")
         self.associate.share_plan()
-        if not self._overlaps:  # else training does not wait for the data, and others would wait for a long time
+        if not self.settings.overlaps:  # else training does not wait for the data, and others would wait long
             self._part_cache.gate.close(task.deadline)
         self._running = group.create_task(exchange.run())
 
@@ -337,7 +306,7 @@ class Round:
         await self.until(lambda: self.cluster.second is not None or self.over())
         for peer, opening in self.cluster.refusals(self._format.codec.name):
             with suppress(PeerError):
-                async with self.host.transport.open(peer, DATA, self._within(self.vote.patience_seconds)) as stream:
+                async with self.host.transport.open(peer, DATA, self.within(self.vote.patience_seconds)) as stream:
                     await stream.send(opening)
 
     async def _cut_when_over(self) -> None:
@@ -364,10 +333,10 @@ class Round:
 
     async def _watch_majority(self) -> None:
         while not self.over() and loop_time() < self.deadline:
-            waits = not self.vote.votes and self._awaits_backup()
+            waits = not self.vote.votes and self.settings.awaits_backup()
             live = set[Member]() if waits else {*self.host.members.live(), self.me}
             self.vote.seek_fork(live, self.call.resolved)
-            await self.until(self.over, self._within(WATCH_SECONDS))
+            await self.until(self.over, self.within(WATCH_SECONDS))
 
     def roster_changes(self) -> bool:
         return self.next_roster.changes(self.call.has_work)
@@ -386,7 +355,7 @@ class Round:
             peer = next(iter(self._ahead))
             del self._ahead[peer]
             self.post.send(peer, StartBallot(self.head.key, self.me, self.vote.paxos.ballot, ()))
-            await self.until(lambda: self.over() or peer not in self.live_peers(), self._within(ASK_SECONDS))  # noqa: B023
+            await self.until(lambda: self.over() or peer not in self.live_peers(), self.within(ASK_SECONDS))  # noqa: B023
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -433,11 +402,7 @@ class Round:
             self.post.send(peer, self.vote.certificate)
 
     def _on_admission_request(self, peer: PeerId, member: Member, root: bytes) -> None:
-        if member.peer != peer:
-            raise BadPayload(f"asks for the admission of {member.peer}")
-        if root != self.head.state_root:
-            raise BadPayload("asks for admission with another state")
-        self.next_roster.candidates[peer] = member
+        self.next_roster.ask(peer, member, root)
         self.changed.notify()
         is_new = self.vote.observers.get(peer) != member
         self.vote.observers[peer] = member
@@ -452,31 +417,12 @@ class Round:
         self.changed.notify()
 
     def supersede(self) -> None:
-        self._superseded = True
+        self.superseded = True
         self.changed.notify()
 
     def close(self) -> None:
         self.call.close(self._result)
         self.vote.stop()
-
-    # -- its state ----------------------------------------------------------------------------------------------------
-
-    def over(self) -> bool:
-        return self._superseded or self.vote.certificate is not None
-
-    def exchange_of(self, plan: bytes) -> AllReduce | None:
-        exchange = self.exchange
-        return exchange if exchange and exchange.task.resolved.digest == plan else None
-
-    async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
-        """Wait for a condition; False if the deadline comes first, by default that of the attempt."""
-        return await self.changed.reached(condition, self.deadline if deadline is None else deadline)
-
-    def _within(self, seconds: float) -> Deadline:
-        return min(self.deadline, loop_time() + seconds)
-
-    def live_peers(self) -> set[PeerId]:
-        return {member.peer for member in self.host.members.live()}
 
 
 def _inputs_of(head: Head, settings: Settings, codec: Codec) -> PlanInputs:

@@ -22,7 +22,7 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import BadPayload, Deadline, Head, LinkFault, Member, PeerId
 from protocols.blobs.parts import PartCache
-from protocols.butterfly.call import RestingMembers
+from protocols.butterfly.resting import RestingMembers
 from protocols.consensus import record as records
 from protocols.consensus.messages import (
     Accept,

@@ -19,8 +19,8 @@ from protocols.allreduce.clustered_plan import ResolvedClusters
 from protocols.base import BadPayload, Header, Member, PeerId
 from protocols.butterfly.associate import AssociateRound
 from protocols.butterfly.attachment import Attach, AttachReply
-from protocols.butterfly.call import RestingMembers
 from protocols.butterfly.cluster_call import ClusteredStart
+from protocols.butterfly.resting import RestingMembers
 from protocols.wire import Offer
 from tests.sim.host import SimSigner
 from tests.support.calling_clusters import ROOT, CallingClusters

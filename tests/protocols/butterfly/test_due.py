@@ -12,10 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocols.aio import Notifier
 from protocols.allreduce import plan as planning
 from protocols.base import Member
-from protocols.butterfly.call import LOOK_SECONDS, RestingMembers, RoundStart
+from protocols.butterfly.attempt import Attempt
+from protocols.butterfly.call import LOOK_SECONDS, RoundStart
+from protocols.butterfly.resting import RestingMembers
 from protocols.history.chain import genesis
 from protocols.streams.endpoint import RoundAccounting
 from protocols.wire import Offer
@@ -54,17 +55,13 @@ def called_at(conducts: Sequence[Conduct], roster_changes: bool, lags: float = 0
     async def main() -> float | None:
         roster = tuple(Member(f"p{index}") for index in range(len(conducts)))
         head, resting, loop = genesis(RUN, "run", roster, bytes(32)), RestingMembers(), asyncio.get_running_loop()
-        host, settings = SimpleNamespace(signer=SIGNER), SimpleNamespace(clusters=False)
+        host, settings = SimpleNamespace(signer=SIGNER), SimpleNamespace(clusters=False, elements=(64,))
         endpoint: Any = SimpleNamespace(me=roster[0], host=host, settings=settings, accounting=RoundAccounting())
+        vote: Any = SimpleNamespace(resting=resting)
         call = RoundStart(
-            endpoint=endpoint,
-            head=head,
-            inputs=planning.PlanInputs(head.key, 64, 4.0),
-            post=POST,
+            Attempt(endpoint, POST, head, vote, LIMIT_SECONDS),
+            planning.PlanInputs(head.key, 64, 4.0),
             bandwidth=1e6,
-            deadline=LIMIT_SECONDS,
-            resting=resting,
-            changed=Notifier(),
             present=lambda: [member for member, each in zip(roster, conducts, strict=True) if not each.gone],
             roster_changes=lambda: roster_changes,
             lagging=lambda: ("joiner",) if loop.time() < lags else (),

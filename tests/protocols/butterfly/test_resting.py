@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import BadPayload, Member, RoundKey
-from protocols.butterfly.call import Resting, RestingMembers
+from protocols.butterfly.resting import Resting, RestingMembers
 from tests.sim.host import SimSigner
 from tests.support.variants import variants
 
