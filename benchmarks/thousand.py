@@ -16,7 +16,8 @@ clusters  32 voters, and the others behind them, which have their leads when the
 gossip    random pairs without training, until the spread over the peers' vectors is 1 % of the first
 moshpit   the same, in groups of the grid that fits the number of peers
 
-`faults`: calm rounds, then one in whose data phase .5 % of the peers die and 2 % send nothing any more. `joiners`: half
+`faults`: calm rounds, then one in whose data phase .5 % of the peers die and 2 % send nothing any more. `late` of the
+others learn its outcome only when those have begun the next round, and begin a later one. `joiners`: half
 of the peers have calm rounds, then the others come, all at once and with the state, and look for leads. `plot` draws
 what `--json` wrote. What misses an aim is said, and the exit code is 1.
 """
@@ -135,13 +136,13 @@ def with_faults(peers: int, rounds: int, seed: int) -> dict[str, Any]:
         calm = median(swarm.seconds(round) for round in range(first, hit))
         victims = await swarm.strike(hit, calm - TRAIN_SECONDS)
         well = [name for name in swarm.names if name not in victims]
-        await swarm.until_begun(hit + 1, well)
-        ended = max(swarm.began[hit + 1][name][0] for name in well)
+        ended = [await swarm.until_past(hit, name) for name in well]
         began = min(begin for begin, *_ in swarm.began[hit].values())
         found.update(
             calm_seconds=calm,
-            seconds=ended - began,
-            ratio=(ended - began) / calm,
+            seconds=max(ended) - began,
+            ratio=(max(ended) - began) / calm,
+            late=sum(name not in swarm.began[hit + 1] for name in well),
             lost=1 - swarm.share(hit),
             died=sum(not swarm.alive(name) for name in victims),
             stalled=sum(swarm.alive(name) for name in victims),

@@ -186,6 +186,15 @@ class Thousand(CallingClusters):
         here = self.began[round]
         await until(lambda: all(name in here for name in names or self.names), MOST_SECONDS)
 
+    async def until_past(self, round: int, name: PeerId) -> float:
+        """Run until a peer has begun a later round; returns when. One that is late may begin none but the last."""
+
+        def begun() -> list[float]:
+            return [here[name][0] for later, here in self.began.items() if later > round and name in here]
+
+        await until(lambda: bool(begun()), MOST_SECONDS)
+        return min(begun())
+
     # -- what came out ------------------------------------------------------------------------------------------------
 
     def error(self, round: int) -> float:
