@@ -78,7 +78,7 @@ class Thousand(CallingClusters):
         self.places = {name: place for place, name in enumerate(self.names)}
         self.settings = replace(self.settings, bandwidth=LINE_BYTES, keep_rounds=self.keep_rounds)
         self.neighbours = Neighbours(self.names, self.voters)
-        self.network.contacts.near, self.network.contacts.greets_others = self.neighbours.of, self.neighbours.are_some
+        self.neighbours.limit(self.network.contacts)
         self.decided, self.versions = dict[int, Record](), defaultdict[int, set[int]](set)  # of each round
         self.offered = defaultdict[int, dict[PeerId, int]](dict)  # round -> peer -> tokens, as the plan has them
         # round -> peer -> time, frames and bytes sent when it begins

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from node.membership.watching import Known, Lot, choose, roster_role
 from protocols.base import PeerId
+from tests.sim.contact import Contacts
 
 
 class Neighbours:
@@ -24,9 +25,9 @@ class Neighbours:
             for peer in peers:
                 self._watch(peer)
 
-    @property
-    def are_some(self) -> bool:
-        return self._of is not None
+    def limit(self, contacts: Contacts) -> None:
+        """Let peers see their neighbours only. In a large run they greet the others all the same."""
+        contacts.near, contacts.greets_others = self.of, self._of is not None
 
     def of(self, peer: PeerId) -> Iterable[PeerId]:
         return self._peers if self._of is None else self._of[peer]

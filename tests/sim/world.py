@@ -108,7 +108,7 @@ class World(SimSwarm):
         self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in peers}
         self.roster, self.observers = tuple(map(Member, peers[:voters])), peers[voters:]
         self.neighbours = Neighbours(peers, peers[:voters])
-        self.network.contacts.near, self.network.contacts.greets_others = self.neighbours.of, self.neighbours.are_some
+        self.neighbours.limit(self.network.contacts)
 
     def learner(self, index: int) -> Learner:
         assert self.scenario.elements
