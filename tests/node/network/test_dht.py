@@ -61,7 +61,10 @@ class PeerMaker(TransportMaker):
         transport = await self()
         key = transport._identity
         dht = DhtDirectory(transport, key, WallClock(), run, lambda: offset_seconds)
-        return Peer(key, transport, await self.enter_async_context(dht))
+        await self.enter_async_context(dht)
+        async with asyncio.timeout_at(soon()):
+            await dht._up.wait()  # until then it answers nobody
+        return Peer(key, transport, dht)
 
     async def chain(self, count: int) -> list[Peer]:
         """Peers of which each has met only the one before it."""
