@@ -6,13 +6,20 @@ threshold is enough here: some deviations above the mean, as in TCP's retransmis
 
 from __future__ import annotations
 
-PULSE_SECONDS = 1.0
-FLOOR_SECONDS = 3.0
+PULSE_SECONDS, SLOWEST_PULSE_SECONDS = 1.0, 2.0
+PULSES_PER_SECOND = 12
+"""That a peer sends to those that it watches. Answers come on top, and theirs: four messages for each."""
+GRACE_SECONDS = 2.0
 CEILING_SECONDS = 15.0
 """Upper bound. Where heartbeats queue behind vectors for seconds, a failure is detected later by as much."""
 DEVIATIONS = 6.0
 _GAIN = 1 / 8
 _DEVIATION_GAIN = 1 / 4
+
+
+def pulse_seconds(watched: int) -> float:
+    """Between two heartbeats to each of so many peers."""
+    return min(max(PULSE_SECONDS, watched / PULSES_PER_SECOND), SLOWEST_PULSE_SECONDS)
 
 
 class FailureDetector:
@@ -33,8 +40,9 @@ class FailureDetector:
 
     @property
     def patience_seconds(self) -> float:
-        usual = self._mean_seconds + DEVIATIONS * self._deviation_seconds
-        return min(max(usual, FLOOR_SECONDS), CEILING_SECONDS)
+        """At least `GRACE_SECONDS` more than its usual pause: 3 s if it sends a heartbeat each second."""
+        grace_seconds = max(GRACE_SECONDS, DEVIATIONS * self._deviation_seconds)
+        return min(self._mean_seconds + grace_seconds, CEILING_SECONDS)
 
     def due(self) -> float:
         return self._heard + self.patience_seconds

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from node.membership.failure_detector import PULSE_SECONDS
+from node.membership.failure_detector import pulse_seconds
 from node.membership.hello import (
     MAX_ADDRESSES,
     STAYS,
@@ -87,7 +87,7 @@ class HandshakeProtocol:
         self.leaving, self.sketch, self.activity = False, b"", Activity.WORK  # sent with each heartbeat
         self._on_heard = on_heard  # called after each heartbeat of a contact
         self._local, self._clock, self._signer = local, clock, signer
-        self._number = 0
+        self._number = self._watched = 0
 
     def hello(self) -> Hello:
         local = self._local
@@ -154,33 +154,45 @@ class HandshakeProtocol:
     ) -> None:
         """Send heartbeats and receive their echoes until the stream ends. `on_refusal` raises."""
         sent: dict[int, float] = {}
+        self._watched += 1
+        try:
+            async with task_group() as group:
+                group.create_task(self._send(contact, stream, sent))
+                await self._receive(contact, stream, sent, on_refusal)
+        finally:
+            self._watched -= 1
 
-        async def send() -> None:
-            for before in itertools.count():
-                self._number += 1
-                sent[self._number] = asyncio.get_running_loop().time()
-                await stream.send(self.pulse(self._number, before))
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(PULSE_SECONDS):
-                        await contact.hurry.wait()
-                contact.hurry.clear()
+    async def _send(self, contact: PeerRecord, stream: Stream, sent: dict[int, float]) -> None:
+        for before in itertools.count():
+            self._number += 1
+            sent[self._number] = asyncio.get_running_loop().time()
+            await stream.send(self.pulse(self._number, before))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pulse_seconds(self._watched)):
+                    await contact.hurry.wait()
+            contact.hurry.clear()
 
-        async with task_group() as group:
-            group.create_task(send())
-            while True:
-                echo = await stream.receive(wire.MAX_HEADER_BYTES)
-                if isinstance(echo, HelloRejected):
-                    on_refusal(contact.peer, echo)
-                if isinstance(echo, Crowded):
-                    contact.crowded_until = asyncio.get_running_loop().time() + CROWDED_SECONDS
-                    raise PeerGone(contact.peer, "it is watched by as many peers as it answers")
-                pulse = wire.expect(echo, Heartbeat)
-                began = sent.pop(pulse.number, None)
-                if began is None:
-                    raise BadPayload("an echo of a pulse that was not sent")
-                for older in [number for number in sent if number < pulse.number]:
-                    del sent[older]
-                self._hear(contact, pulse, began)
+    async def _receive(
+        self,
+        contact: PeerRecord,
+        stream: Stream,
+        sent: dict[int, float],
+        on_refusal: Callable[[PeerId, HelloRejected], None],
+    ) -> None:
+        while True:
+            echo = await stream.receive(wire.MAX_HEADER_BYTES)
+            if isinstance(echo, HelloRejected):
+                on_refusal(contact.peer, echo)
+            if isinstance(echo, Crowded):
+                contact.crowded_until = asyncio.get_running_loop().time() + CROWDED_SECONDS
+                raise PeerGone(contact.peer, "it is watched by as many peers as it answers")
+            pulse = wire.expect(echo, Heartbeat)
+            began = sent.pop(pulse.number, None)
+            if began is None:
+                raise BadPayload("an echo of a pulse that was not sent")
+            for older in [number for number in sent if number < pulse.number]:
+                del sent[older]
+            self._hear(contact, pulse, began)
 
     def _hear(self, contact: PeerRecord, echo: Heartbeat, began: float) -> None:
         now = asyncio.get_running_loop().time()

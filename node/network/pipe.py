@@ -14,6 +14,7 @@ from typing import cast
 
 from node.streams.traffic import UNLIMITED, StreamTraffic
 from protocols.base import Buffer
+from protocols.streams.framing import joined
 
 PIECE_BYTES = 1 << 20
 _LENGTH_BYTES = 4
@@ -102,7 +103,8 @@ class SocketPipe:
     async def _write_raw(self, *parts: Buffer) -> None:
         if self._transport.is_closing():
             raise ConnectionResetError("closed")
-        for part in parts:  # not writelines: in some versions of Python it does not make drain wait
+        # Not writelines: in some versions of Python it does not make drain wait. Each write is a packet of p2pd's.
+        for part in joined(parts):
             self._writer.write(part)
             self._traffic.sent(len(part))
             self.moved_bytes += len(part)

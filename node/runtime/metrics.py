@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-_TICK_SECONDS = 0.01
+_TICK_SECONDS = 0.05  # each tick wakes an idle process
 _BIN_SECONDS = 0.001  # as fine as uvloop's clock
 _BINS = 2000
 _PROC = Path("/proc")
@@ -37,8 +37,8 @@ def vitals(lag: LoopLag, pids: Iterable[int]) -> Vitals:
 class LoopLag:
     """How long a callback has to wait for the event loop. Use as an async context manager.
 
-    A timer measures every 10 ms how late it fires. One that is 100 ms late counts as the ten that were due meanwhile,
-    each 10 ms less late than the one before, so the 99th percentile is over time, not over timers that fired.
+    A timer measures every 50 ms how late it fires. One that is 500 ms late counts as the ten that were due meanwhile,
+    each 50 ms less late than the one before, so the 99th percentile is over time, not over timers that fired.
     """
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from protocols.base import Deadline, Directory, PeerId
 
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
+QUIET_FIND_SECONDS = 60.0  # once peers are met, none is lost, and the directory names nobody new
 FIRST_SECONDS = 5.0
 MEET_SECONDS = 3.0
 SETTLE_SECONDS = 2.0  # Time after a suspend until the clock's offset and p2pd's addresses are known again
@@ -33,19 +34,23 @@ async def discover(
     """Announce this peer's addresses in the directory, and look for other peers there, until cancelled."""
     loop = asyncio.get_running_loop()
     met: set[PeerId] = set()
+    pause_seconds = FIND_SECONDS
     while True:
-        until = loop.time() + FIND_SECONDS
+        until = loop.time() + pause_seconds
         # the directory learns of peers from the membership
         await membership.changed(0, loop.time() + FIRST_SECONDS)
         here = {member.peer for member in membership.live()} - {me}
         for peer in sorted(here - met):
             if await directory.meet(peer, loop.time() + MEET_SECONDS):
                 met.add(peer)
+        is_quiet = bool(here) and here == met  # all are met, and none of them is lost
         met &= here
         value = json.dumps([address.rpartition("/p2p/")[0] for address in addresses()][:8]).encode()
         await directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
         for peer, found in await directory.find(SCOPE, MAX_FOUND, until):
+            is_quiet &= peer == me or membership.contact(peer) is not None
             membership.add_candidate(peer, _addresses(found))
+        pause_seconds = QUIET_FIND_SECONDS if is_quiet else FIND_SECONDS
         # Wait less if this machine slept or moved: others may have its old addresses.
         announce_again = membership.host_monitor.announce_again
         with suppress(TimeoutError):

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
+from node.membership.failure_detector import (
+    CEILING_SECONDS,
+    GRACE_SECONDS,
+    PULSE_SECONDS,
+    FailureDetector,
+)
 from node.membership.handshake import LocalStage
 from node.membership.hello import (
     HELLO,
@@ -93,6 +98,21 @@ async def test_silent_peer_is_suspected_within_six_seconds(swarm: MembershipSwar
     for other in "ab":
         swarm.network.heal("c", other)
     assert await until(lambda: all(len(swarm.sees(name)) == 3 for name in "abc"), 30.0) <= 12.0
+
+
+@on_virtual_time
+async def test_heartbeats_do_not_grow_with_the_run_and_show_a_silent_peer_all_the_same(swarm: MembershipSwarm) -> None:
+    names = [f"p{number:02}" for number in range(25)]
+    await swarm.meet(names, 20.0)
+    await asyncio.sleep(10.0)
+    handshake, version = swarm.members["p01"]._handshake, swarm.members["p01"].version
+    before = handshake._number
+    await asyncio.sleep(20.0)
+    assert 11.0 <= (handshake._number - before) / 20.0 <= 13.0, "24 others: one heartbeat in two seconds for each"
+    assert swarm.members["p01"].version == version
+    for other in names[:-1]:
+        swarm.network.block("p24", other)
+    assert 1.0 <= await until(lambda: swarm.sees("p01") == names[:-1], 30.0) <= 6.0
 
 
 @on_virtual_time
@@ -287,9 +307,10 @@ def test_failure_detector_patience_stays_within_bounds() -> None:
     for number in range(1, 60):
         quick.hear(float(number))
         slow.hear(float(number) * 4 + (number % 2) * 3)
-    assert quick.patience_seconds == FLOOR_SECONDS
-    assert FLOOR_SECONDS < slow.patience_seconds <= CEILING_SECONDS
-    assert quick.due() == 59.0 + FLOOR_SECONDS
+    least = PULSE_SECONDS + GRACE_SECONDS
+    assert quick.patience_seconds == least
+    assert least < slow.patience_seconds <= CEILING_SECONDS
+    assert quick.due() == 59.0 + least
 
 
 @on_virtual_time
