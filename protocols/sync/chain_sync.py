@@ -124,7 +124,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
     # -- asking -------------------------------------------------------------------------------------------------------
 
     async def _look_around(self) -> None:
-        """Ask peers for their heads, and pass on a better branch if unknown heads lead to one."""
+        """Ask some peers for their heads, and pass on a better branch if unknown heads lead to one."""
         began, new_heads = loop_time(), self._new_heads.is_set()
         self._new_heads.clear()
         if self._is_last_holder():
@@ -132,7 +132,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         if not new_heads:
             here = self.rules.me in self._chain.head.roster
             peers = self._context.peers.outsiders() if here else self._context.peers.all_contacts()
-            heads = await self._exchange(peers, began + DIAL_SECONDS)
+            heads = await self._exchange(self._context.peers.some(peers), began + DIAL_SECONDS)
             new_heads = any(self._unknown(head.key) for head in heads.values())
         new_heads = new_heads and not self.sync_progress.active  # if active, this peer asks again once it has caught up
         if new_heads and (branch := await self.better(loop_time() + ANNOUNCE_SECONDS + TRAIL_SECONDS)):

@@ -18,6 +18,8 @@ from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshots
 
 MAX_CONTACTS = 64
+ASKED = 8
+"""In one look for other heads. The peers of another branch look, too, and whoever is asked learns the asker's head."""
 TELL_SECONDS = 60.0  # between two lines that tell the operator of peers whose proofs are refused
 
 
@@ -28,6 +30,7 @@ class SyncPeers:
         self, me: PeerId, members: Members, chain: Chain | None, hints: Callable[[], Iterable[PeerId]]
     ) -> None:
         self._me, self._members, self._chain, self._hints = me, members, chain, hints
+        self._looks = 0
         self._callers: deque[PeerId] = deque(maxlen=MAX_CONTACTS // 4)
         self._distrusted: RecentDict[PeerId, float] = RecentDict(MAX_CONTACTS)
         self._snapshots: RecentDict[PeerId, tuple[SnapshotRef, ...]] = RecentDict(MAX_CONTACTS)
@@ -65,6 +68,11 @@ class SyncPeers:
         """The peers that a round does not reach: evicted members and hints."""
         roster = {member.peer for member in self._chain.head.roster} if self._chain else set()
         return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
+
+    def some(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """A few of these peers, others at each call."""
+        self._looks += 1
+        return list(records.drawn(b"%d %s" % (self._looks, self._me.encode()), peers)[:ASKED])
 
     def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
         """These peers, each once and in order, without this peer and distrusted ones."""

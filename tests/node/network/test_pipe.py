@@ -45,6 +45,19 @@ async def test_views_of_other_item_sizes_are_bytes(pipes: Pipes) -> None:
     assert into == b"01234567"
 
 
+async def test_small_message_is_one_write() -> None:
+    """p2pd would send each write on as a packet of its own."""
+    own, other = socket.socketpair()
+    pipe = SocketPipe(*await asyncio.open_unix_connection(sock=own))
+    written: list[int] = []
+    write = pipe._writer.write
+    pipe._writer.write = lambda data: [written.append(len(data)), write(data)]  # type: ignore[method-assign,assign,func-returns-value]
+    await pipe.write(b"head", b"and its payload")
+    assert written == [23] and other.recv(100) == b"\0\0\0\x13head" + b"and its payload"
+    pipe.abort()
+    other.close()
+
+
 async def test_end_follows_sent_bytes_on_both_sides(pipes: Pipes) -> None:
     a, b = pipes
     await a.write(b"last words")

@@ -33,6 +33,14 @@ def swarm(names: str = "anna bert cleo", **options: Any) -> SyncCluster:
     return SyncCluster(names.split(), **options)
 
 
+@simulated(swarm)
+async def test_each_look_for_other_heads_asks_a_few_peers_and_all_in_turn(world: SyncCluster) -> None:
+    peers, many = world.peers["anna"].sync._context.peers, [f"peer{number}" for number in range(30)]
+    looks = [peers.some(many) for _ in range(30)]
+    assert all(len({*look}) == 8 for look in looks) and {peer for look in looks for peer in look} == {*many}
+    assert sorted(peers.some(many[:5])) == many[:5], "a small run is asked whole"
+
+
 # -- behind -----------------------------------------------------------------------------------------------------------
 
 
