@@ -34,9 +34,8 @@ async def discover(
     """Announce this peer's addresses in the directory, and look for other peers there, until cancelled."""
     loop = asyncio.get_running_loop()
     met: set[PeerId] = set()
-    pause_seconds = FIND_SECONDS
     while True:
-        until = loop.time() + pause_seconds
+        began = loop.time()
         # the directory learns of peers from the membership
         await membership.changed(0, loop.time() + FIRST_SECONDS)
         here = {member.peer for member in membership.live()} - {me}
@@ -46,15 +45,14 @@ async def discover(
         is_quiet = bool(here) and here == met  # all are met, and none of them is lost
         met &= here
         value = json.dumps([address.rpartition("/p2p/")[0] for address in addresses()][:8]).encode()
-        await directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
-        for peer, found in await directory.find(SCOPE, MAX_FOUND, until):
+        await directory.announce(SCOPE, value, ANNOUNCED_SECONDS, began + FIND_SECONDS)
+        for peer, found in await directory.find(SCOPE, MAX_FOUND, began + FIND_SECONDS):
             is_quiet &= peer == me or membership.contact(peer) is not None
             membership.add_candidate(peer, _addresses(found))
-        pause_seconds = QUIET_FIND_SECONDS if is_quiet else FIND_SECONDS
         # Wait less if this machine slept or moved: others may have its old addresses.
         announce_again = membership.host_monitor.announce_again
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(began + (QUIET_FIND_SECONDS if is_quiet else FIND_SECONDS)):
                 await announce_again.wait()
                 announce_again.clear()
                 await asyncio.sleep(SETTLE_SECONDS)

@@ -45,13 +45,13 @@ async def test_views_of_other_item_sizes_are_bytes(pipes: Pipes) -> None:
     assert into == b"01234567"
 
 
-async def test_small_message_is_one_write() -> None:
+async def test_small_message_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """p2pd would send each write on as a packet of its own."""
     own, other = socket.socketpair()
     pipe = SocketPipe(*await asyncio.open_unix_connection(sock=own))
     written: list[int] = []
     write = pipe._writer.write
-    pipe._writer.write = lambda data: [written.append(len(data)), write(data)]  # type: ignore[method-assign,assign,func-returns-value]
+    monkeypatch.setattr(pipe._writer, "write", lambda data: (written.append(len(data)), write(data)))
     await pipe.write(b"head", b"and its payload")
     assert written == [23] and other.recv(100) == b"\0\0\0\x13head" + b"and its payload"
     pipe.abort()
