@@ -51,7 +51,12 @@ async def test_small_message_is_one_write(monkeypatch: pytest.MonkeyPatch) -> No
     pipe = SocketPipe(*await asyncio.open_unix_connection(sock=own))
     written: list[int] = []
     write = pipe._writer.write
-    monkeypatch.setattr(pipe._writer, "write", lambda data: (written.append(len(data)), write(data)))
+
+    def counted(data: bytes) -> None:
+        written.append(len(data))
+        write(data)
+
+    monkeypatch.setattr(pipe._writer, "write", counted)
     await pipe.write(b"head", b"and its payload")
     assert written == [23] and other.recv(100) == b"\0\0\0\x13head" + b"and its payload"
     pipe.abort()
