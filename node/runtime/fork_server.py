@@ -201,7 +201,7 @@ def serve(link: socket.socket, run: Run) -> NoReturn:
                 wake.recv(4096)
             _tell_ended(link)
         if link.fileno() in ready:
-            data, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, _MAX_DESCRIPTORS)
+            data, descriptors = _next_request(link)
             if not data:
                 os._exit(0)
             if not (pid := os.fork()):
@@ -213,6 +213,15 @@ def serve(link: socket.socket, run: Run) -> NoReturn:
             for descriptor in descriptors:
                 os.close(descriptor)
             _tell(link, {"pid": pid})
+
+
+def _next_request(link: socket.socket) -> tuple[bytes, list[int]]:
+    """Nothing if the peer has ended."""
+    try:
+        data, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, _MAX_DESCRIPTORS)
+    except ConnectionResetError:  # it ended before it read all that it was told
+        return b"", []
+    return data, descriptors
 
 
 def _tell(link: socket.socket, message: dict[str, int]) -> None:

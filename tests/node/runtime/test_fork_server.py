@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,28 @@ assert not torch.cuda.is_initialized()
 import sys
 print([each for each in ("scipy", "hivemind.optim") if each in sys.modules])
 """
+
+
+SERVES = """
+import os, socket, sys
+from node.runtime.fork_server import serve
+serve(socket.socket(fileno=int(sys.argv[1])), lambda request, descriptors: os._exit(0))
+"""
+
+
+def test_server_ends_in_silence_with_a_peer_that_has_not_read_all() -> None:
+    peer, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES, str(link.fileno())],
+        cwd=REPOSITORY,
+        pass_fds=[link.fileno()],
+        stderr=subprocess.PIPE,
+    ) as server:
+        link.close()
+        socket.send_fds(peer, [b"{}"], [])
+        assert select.select([peer], [], [], 60.0)[0], "it was told of a program"
+        peer.close()
+        assert (server.wait(60.0), server.communicate()[1]) == (0, b"")
 
 
 def test_what_forks_workers_asks_for_no_gpu_and_loads_no_trainers() -> None:
