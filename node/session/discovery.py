@@ -14,7 +14,7 @@ from protocols.base import Deadline, Directory, PeerId
 
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
-QUIET_FIND_SECONDS = 60.0  # once peers are met, none is lost, and the directory names nobody new
+QUIET_FIND_SECONDS = 60.0  # after two looks at which all were met, none was lost, and the directory named nobody new
 FIRST_SECONDS = 5.0
 MEET_SECONDS = 3.0
 SETTLE_SECONDS = 2.0  # Time after a suspend until the clock's offset and p2pd's addresses are known again
@@ -34,6 +34,7 @@ async def discover(
     """Announce this peer's addresses in the directory, and look for other peers there, until cancelled."""
     loop = asyncio.get_running_loop()
     met: set[PeerId] = set()
+    quiet_looks = 0
     while True:
         began = loop.time()
         # the directory learns of peers from the membership
@@ -49,10 +50,11 @@ async def discover(
         for peer, found in await directory.find(SCOPE, MAX_FOUND, began + FIND_SECONDS):
             is_quiet &= peer == me or membership.contact(peer) is not None
             membership.add_candidate(peer, _addresses(found))
+        quiet_looks = quiet_looks + 1 if is_quiet else 0
         # Wait less if this machine slept or moved: others may have its old addresses.
         announce_again = membership.host_monitor.announce_again
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(began + (QUIET_FIND_SECONDS if is_quiet else FIND_SECONDS)):
+            async with asyncio.timeout_at(began + (QUIET_FIND_SECONDS if quiet_looks > 1 else FIND_SECONDS)):
                 await announce_again.wait()
                 announce_again.clear()
                 await asyncio.sleep(SETTLE_SECONDS)

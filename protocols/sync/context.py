@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from protocols.aio import loop_time
@@ -69,10 +69,11 @@ class SyncPeers:
         roster = {member.peer for member in self._chain.head.roster} if self._chain else set()
         return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
 
-    def some(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """A few of these peers, others at each call."""
+    def some(self, peers: Sequence[PeerId]) -> list[PeerId]:
+        """A few of these peers in their order, others at each call."""
         self._looks += 1
-        return list(records.drawn(b"%d %s" % (self._looks, self._me.encode()), peers)[:ASKED])
+        drawn = records.drawn(b"%d %s" % (self._looks, self._me.encode()), peers)[:ASKED]
+        return [peer for peer in peers if peer in drawn]
 
     def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
         """These peers, each once and in order, without this peer and distrusted ones."""

@@ -13,6 +13,7 @@ from protocols.base import Deadline, PeerId
 from tests.sim.host import DirectoryFaults, SimClock, SimDirectory
 from tests.support.membership_swarm import MembershipSwarm
 from tests.support.simulated import on_virtual_time
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -33,10 +34,10 @@ class CountingDirectory(SimDirectory):
         self.looks.append(asyncio.get_running_loop().time())
         return self.named
 
-    async def pauses_in(self, seconds: float) -> list[int]:
-        """Between the looks of that time, and the last one before."""
+    async def pauses(self, count: int) -> list[int]:
+        """Before each of the next looks."""
         before = len(self.looks)
-        await asyncio.sleep(seconds)
+        await until(lambda: len(self.looks) == before + count, 1000.0)
         return [round(after - earlier) for earlier, after in pairwise(self.looks[before - 1 :])]
 
 
@@ -46,12 +47,12 @@ async def test_directory_is_asked_seldom_while_nothing_is_new(swarm: MembershipS
     directory = CountingDirectory()
     swarm.spawn("a", discover(swarm.members["a"], directory, "a", lambda: ["/ip4/10.0.0.1/tcp/1/p2p/a"]))
     await asyncio.sleep(110.0)
-    assert await directory.pauses_in(300.0) == [60] * 5
+    assert await directory.pauses(5) == [60] * 5
     directory.named = [("d", b'["/ip4/10.0.0.4/tcp/4"]')]  # it never answers, and is known from now on
-    assert await directory.pauses_in(260.0) == [60, 20, 60, 60, 60]
+    assert await directory.pauses(5) == [60, 20, 20, 60, 60]
     directory.named = []
     swarm.network.kill("c")
-    assert await directory.pauses_in(260.0) == [60, 20, 60, 60, 60]
+    assert await directory.pauses(5) == [60, 20, 20, 60, 60]
     swarm.network.kill("b")
-    await asyncio.sleep(60.0)
-    assert await directory.pauses_in(300.0) == [20] * 15, "alone, it looks for others"
+    await directory.pauses(1)
+    assert await directory.pauses(15) == [20] * 15, "alone, it looks for others"
