@@ -8,8 +8,8 @@ from __future__ import annotations
 
 PULSE_SECONDS, SLOWEST_PULSE_SECONDS = 1.0, 2.0
 PULSES_PER_SECOND = 12
-"""That a peer sends to those that it watches. Answers come on top, and theirs: four messages for each."""
-GRACE_SECONDS = 2.0
+"""That a peer sends, if it watches 12 to 24 others. With answers and the others' heartbeats, it is four messages."""
+GRACE_SECONDS = 2.0  # a peer may be later than usual by so much
 CEILING_SECONDS = 15.0
 """Upper bound. Where heartbeats queue behind vectors for seconds, a failure is detected later by as much."""
 DEVIATIONS = 6.0

@@ -101,7 +101,7 @@ async def test_silent_peer_is_suspected_within_six_seconds(swarm: MembershipSwar
 
 
 @on_virtual_time
-async def test_heartbeats_do_not_grow_with_the_run_and_show_a_silent_peer_all_the_same(swarm: MembershipSwarm) -> None:
+async def test_heartbeats_of_a_larger_run_are_fewer_and_show_a_silent_peer_all_the_same(swarm: MembershipSwarm) -> None:
     names = [f"p{number:02}" for number in range(25)]
     await swarm.meet(names, 20.0)
     await asyncio.sleep(10.0)
