@@ -8,8 +8,8 @@ from __future__ import annotations
 
 PULSE_SECONDS, SLOWEST_PULSE_SECONDS = 1.0, 2.0
 PULSES_PER_SECOND = 12
-"""That a peer sends, if it watches 12 to 24 others. With answers and the others' heartbeats, it is four messages."""
-GRACE_SECONDS = 2.0  # a peer may be later than usual by so much
+"""Heartbeats of a peer that watches 12 to 24 others. It sends as many answers, and receives as many of both."""
+GRACE_SECONDS = 2.0  # a peer may be at least this much later than usual
 CEILING_SECONDS = 15.0
 """Upper bound. Where heartbeats queue behind vectors for seconds, a failure is detected later by as much."""
 DEVIATIONS = 6.0
@@ -18,7 +18,7 @@ _DEVIATION_GAIN = 1 / 4
 
 
 def pulse_seconds(watched: int) -> float:
-    """Between two heartbeats to each of so many peers."""
+    """The pause between two heartbeats to one peer, for a peer that watches this many."""
     return min(max(PULSE_SECONDS, watched / PULSES_PER_SECOND), SLOWEST_PULSE_SECONDS)
 
 

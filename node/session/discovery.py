@@ -14,7 +14,7 @@ from protocols.base import Deadline, Directory, PeerId
 
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
-QUIET_FIND_SECONDS = 60.0  # after two looks at which all were met, none was lost, and the directory named nobody new
+QUIET_FIND_SECONDS = 60.0  # after two looks that found no change: all met, none lost, none new
 FIRST_SECONDS = 5.0
 MEET_SECONDS = 3.0
 SETTLE_SECONDS = 2.0  # Time after a suspend until the clock's offset and p2pd's addresses are known again

@@ -19,7 +19,7 @@ from protocols.sync.snapshot import Snapshots
 
 MAX_CONTACTS = 64
 ASKED = 8
-"""In one look for other heads. The peers of another branch look, too, and whoever is asked learns the asker's head."""
+"""Peers in one look for other heads. The peers of another branch look, too, and both sides learn the other's head."""
 TELL_SECONDS = 60.0  # between two lines that tell the operator of peers whose proofs are refused
 
 
