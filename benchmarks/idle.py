@@ -55,8 +55,10 @@ def play(count: int, seconds: float) -> tuple[float, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.idle", description="What control costs a peer that does not average.")
-    parser.add_argument("--peers", type=partial(at_least, 2), nargs="+", default=[4, 12, 24])
-    parser.add_argument("--seconds", type=at_least_one, default=60)
+    parser.add_argument(
+        "--peers", type=partial(at_least, 2), nargs="+", default=[4, 12, 24], help="how many, one play each"
+    )
+    parser.add_argument("--seconds", type=at_least_one, default=60, help="to measure, once all have met")
     options = parser.parse_args(arguments)
     print("| peers | a peer, % of a core | its p2pd |\n" + "|---" * 3 + "|")
     for count in options.peers:
